@@ -1,0 +1,43 @@
+# Every target does the set-up that it needs. `make` alone lists them.
+VENV ?= .venv
+DSPARK = $(VENV)/bin/dspark
+PYTHON_IN = $(VENV)/bin/python
+PAIR ?= smollm2-135m
+SLOW ?=
+
+.PHONY: help demo test lint pair bench gpu-check tables picture clean
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+demo: pair ## race plain decoding against DSpark on the default pair
+	@$(DSPARK) race --pair $(PAIR) --limit 6 --max-new-tokens 96 $(ARGS)
+
+test: ## format, lint, types and tests; SLOW=1 adds the slow tests
+	@VENV=$(VENV) scripts/setup.sh dev
+	@$(DSPARK) models pull $(PAIR)
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(PYTHON_IN) -m pytest $(if $(SLOW),,-m "not slow") $(ARGS)
+
+pair:
+	@VENV=$(VENV) scripts/setup.sh
+	@$(DSPARK) models pull $(PAIR)
+
+bench: pair ## measure step costs, draft cost, overhead and the race; writes results/
+	@$(PYTHON_IN) -m local_runner.bench $(ARGS)
+
+gpu-check: ## everything that needs a CUDA device, as one script; results as JSON
+	@VENV=$(VENV) scripts/setup.sh
+	@$(PYTHON_IN) -m local_runner.gpu_check $(ARGS)
+
+tables: ## rewrite the README's tables from stored results
+	@VENV=$(VENV) scripts/setup.sh
+	@$(PYTHON_IN) -m local_runner.report README.md
+
+picture: pair ## rewrite the README's picture of the race
+	@$(DSPARK) race --pair $(PAIR) --limit 3 --max-new-tokens 96 --screenshot docs/race.svg
+
+clean: ## remove the environment and caches of tools
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

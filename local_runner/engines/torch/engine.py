@@ -1,0 +1,241 @@
+"""One target and perhaps one draft, ready to decode requests."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+
+from local_runner.engines.base import Choose, Draft, Request
+from local_runner.engines.loop import PREFILL_CHUNK, decode
+from local_runner.engines.torch.load import load_target, load_tokenizer, pick_device, pick_dtype, stop_ids
+from local_runner.engines.torch.target import TorchTarget
+from sglang_dspark import __version__
+from sglang_dspark.decoding.rounds import Round
+from sglang_dspark.decoding.schedule import CostCurve
+from sglang_dspark.draft.load import TargetInfo, load_draft
+from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.errors import InputError
+
+
+@dataclass(slots=True)
+class HeadDrafter:
+    """A `Drafter` that feeds a draft model with its target's features."""
+
+    model: DraftModel
+    target: TorchTarget
+
+    @property
+    def block(self) -> int:
+        """γ."""
+        return self.model.block
+
+    def reset(self) -> None:
+        """Forget the context."""
+        self.model.reset()
+
+    def observe(self, count: int) -> None:
+        """Commit the features of the first `count` tokens of the target's last forward."""
+        self.model.observe(self.target.features(count), self.model.length)
+
+    def draft(self, anchor: int, position: int, choose: Choose | None = None) -> Draft:
+        """Propose a block after the anchor."""
+        block = self.model.draft(anchor, position, choose)
+        return Draft(block.tokens, torch.tensor(block.confidence_logits, dtype=torch.float64).sigmoid().tolist())
+
+
+class TextStream:
+    """Turns tokens into text as they come; holds back the bytes of a character that is not complete."""
+
+    CONTEXT = 8
+    """Tokens before the new ones that are decoded with them: some tokenizers drop a space at the start of a text."""
+
+    def __init__(self, decode_ids: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode_ids
+        self._done: list[int] = []
+        self._open: list[int] = []
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that `tokens` complete."""
+        self._open += tokens
+        before = self._decode(self._done)
+        text = self._decode(self._done + self._open)[len(before) :]
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._done = (self._done + self._open)[-self.CONTEXT :]
+        self._open = []
+        return text
+
+
+class TorchEngine:
+    """Decodes requests with one target and, where there is one, its draft."""
+
+    def __init__(
+        self,
+        target: TorchTarget,
+        draft: DraftModel | None,
+        tokenizer: Any,
+        stops: frozenset[int],
+        description: dict[str, Any],
+    ) -> None:
+        self.target, self.tokenizer, self.stop_ids, self.description = target, tokenizer, stops, description
+        self.draft = draft
+        self.drafter = HeadDrafter(draft, target) if draft is not None else None
+        self.notes: tuple[str, ...] = tuple(draft.notes) if draft is not None else ()
+        if draft is not None:
+            target.taps = tuple(draft.config.target_layer_ids)
+
+    @property
+    def block(self) -> int:
+        """γ, or 0 without a draft."""
+        return 0 if self.draft is None else self.draft.block
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation in the target's chat template, or of its last text where there is no template."""
+        if self.tokenizer.chat_template:
+            encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            return list(encoded["input_ids"])
+        return list(self.tokenizer(messages[-1]["content"])["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def text_stream(self) -> TextStream:
+        """A new incremental detokeniser."""
+        return TextStream(self.decode)
+
+    def generate(self, request: Request, cancelled: threading.Event | None = None) -> Iterator[Round]:
+        """Decode one request; setting `cancelled` ends it between rounds."""
+        text = self.text_stream().push if self.tokenizer is not None else None
+        return decode(self.target, self.drafter, request, text, cancelled)
+
+    def margin(self, prompt_ids: Sequence[int], output_prefix_ids: Sequence[int]) -> tuple[int, int, float]:
+        """The target's two best tokens after this prefix, decoded row by row, and how far apart their logits are."""
+        self._prefill(prompt_ids)
+        logits = self.target.forward(prompt_ids[-1:])
+        for token in output_prefix_ids:
+            logits = self.target.forward([token])
+        best = logits[-1].float().topk(2)
+        first, second = best.indices.tolist()
+        return first, second, float(best.values[0] - best.values[1])
+
+    def width_noise(self, ids: Sequence[int]) -> float:
+        """The greatest difference in logits of the last γ + 1 of `ids` decoded one by one and in one forward.
+
+        Both are plain decoding of the target. What differs is arithmetic alone, so two tokens whose logits are less than
+        twice this apart may change places when a block is verified.
+        """
+        width = min(max(self.block, 1) + 1, len(ids) - 1)
+        if width < 1:
+            raise InputError("The noise between widths needs a sequence of at least two tokens.")
+        self._prefill(ids[: len(ids) - width + 1])
+        single = torch.cat([self.target.forward([token]) for token in ids[-width:]]).float()
+        self.target.truncate(len(ids) - width)
+        return float((self.target.forward(ids[-width:]).float() - single).abs().max())
+
+    def cost_curve(self, repeats: int = 5) -> CostCurve:
+        """Measured seconds of verifying 1..γ+1 rows and of drafting a block, at a context of up to 256 tokens."""
+        context = min(256, self.target.context_length // 2)
+        rows = tuple(range(1, self.block + 2))
+        self._prefill([0] * (context + 1))
+        times: dict[int, list[float]] = {k: [] for k in rows}
+        for repeat in range(repeats + 1):
+            for k in rows:
+                began = time.perf_counter()
+                self.target.forward([0] * k)[-1, 0].item()
+                if repeat:
+                    times[k].append(time.perf_counter() - began)
+                self.target.truncate(context)
+        return CostCurve(rows, tuple(statistics.median(times[k]) for k in rows), self._draft_seconds(context, repeats))
+
+    def _draft_seconds(self, context: int, repeats: int) -> float:
+        """Seconds of drafting a block after `context` rows of made-up features, and of observing one row."""
+        if self.draft is None:
+            return 0.0
+        self.draft.reset()
+        width = self.draft.config.feature_size
+        self.draft.observe(torch.zeros(context, width, device=self.target.device), 0)
+        times = []
+        for _ in range(repeats + 1):
+            began = time.perf_counter()
+            self.draft.draft(0, context)
+            self.draft.crop(context - 1)
+            self.draft.observe(torch.zeros(1, width, device=self.target.device), context - 1)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[1:])
+
+    def _prefill(self, ids: Sequence[int]) -> None:
+        """Start over with all but the last of `ids` in the target's cache."""
+        self.target.reset()
+        for start in range(0, len(ids) - 1, PREFILL_CHUNK):
+            self.target.forward(ids[start : min(start + PREFILL_CHUNK, len(ids) - 1)], last_only=True)
+
+
+def load_engine(
+    target: Path,
+    draft: Path | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+    context_length: int | None = None,
+    block: int | None = None,
+    compile: bool = False,
+    progress: Callable[[str], None] = lambda message: None,
+) -> TorchEngine:
+    """Read a target (safetensors folder or .gguf file) and a draft (DeepSpec folder) and make them ready.
+
+    `threads` is how many CPU threads PyTorch uses (default: one a physical core), `context_length` how many tokens the
+    caches hold, `block` how many tokens of the trained block to draft. `progress` is told what is going on. Raises
+    InputError for what cannot be used.
+    """
+    place = pick_device(device)
+    precision = pick_dtype(dtype, place)
+    cores = threads or psutil.cpu_count(logical=False) or 1
+    if cores < 1:
+        raise InputError(f"The number of threads must be at least 1, not {threads}.")
+    torch.set_num_threads(cores)
+    progress(f"Reading the target {target.name}")
+    model = load_target(target, dtype=precision, device=place, context_length=context_length)
+    tokenizer = load_tokenizer(target)
+    head = None
+    if draft is not None:
+        progress(f"Reading the draft {draft.name}")
+        info = TargetInfo(
+            hidden_size=model.hidden_size,
+            vocab_size=model.vocab_size,
+            num_layers=model.layers,
+            embedding=model.embedding,
+            lm_head=model.lm_head,
+            name=target.name,
+        )
+        head = load_draft(draft, info, dtype=precision, device=place, block=block, context_length=model.context_length)
+    description = {
+        "engine": "torch",
+        "device": str(place),
+        "dtype": str(precision).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "forward": type(model).__name__,
+        "compiled": compile,
+        "context_length": model.context_length,
+        "target": target.name,
+        "draft": None if draft is None else draft.name,
+        "versions": {
+            "sglang-dspark": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    return TorchEngine(model, head, tokenizer, stop_ids(target, tokenizer), description)

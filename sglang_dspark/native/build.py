@@ -1,0 +1,63 @@
+"""Builds kernel.cpp for this machine, once per source, compiler and processor, and loads it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from sglang_dspark.errors import InputError
+from sglang_dspark.paths import store_root
+
+SOURCE = Path(__file__).with_name("kernel.cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+
+
+def load_kernel(progress: Callable[[str], None] = lambda message: None) -> ctypes.CDLL:
+    """The library of kernel.cpp, built if it is not in the store yet.
+
+    Raises InputError without a compiler, where it fails, or where the result cannot be stored.
+    """
+    compiler = os.environ.get("CXX") or next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), None)
+    if compiler is None:
+        raise InputError("The compiled mode needs a C++ compiler; install one (Debian: apt install g++), or leave --compile out.")
+    # What the compiler predefines tells its version and the instructions of this processor.
+    about = _run([compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
+    key = hashlib.sha256(SOURCE.read_bytes() + about + repr(FLAGS).encode()).hexdigest()[:16]
+    library = store_root() / "native" / f"kernel-{key}.so"
+    if not library.is_file():
+        progress(f"Compiling {SOURCE.name} with {compiler} (a few seconds, once)")
+        try:
+            library.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".building-", dir=library.parent) as folder:
+                part = Path(folder) / library.name
+                _run([compiler, *FLAGS, str(SOURCE), "-o", str(part)])
+                part.replace(library)
+        except OSError as error:
+            raise InputError(
+                f"The compiled kernel cannot be stored in {library.parent} ({error.strerror}); set DSPARK_HOME to a"
+                " writable folder, or leave --compile out."
+            ) from error
+    return _load(library)
+
+
+@cache
+def _load(library: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(library))
+
+
+def _run(command: list[str]) -> bytes:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or str(error).encode()
+        reason = next((line for line in said.decode(errors="replace").splitlines() if "error" in line), str(error))
+        raise InputError(
+            f"{command[0]} cannot compile {SOURCE.name}: {reason}; try another compiler with CXX, or leave --compile out."
+        ) from error

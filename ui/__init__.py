@@ -1,0 +1,1 @@
+"""The page that shows plain decoding and DSpark side by side."""
