@@ -83,7 +83,10 @@ class Settings:
     context_length: Annotated[
         int | None, _engine("--context-length", "Tokens to make room for, prompt and answer.", min=1)
     ] = None
-    compile: Annotated[bool, _engine("--compile", "Compile first: slow to start, faster afterwards.")] = False
+    compile: Annotated[
+        bool | None,
+        _engine("--compile/--no-compile", "The compiled CPU kernel, or PyTorch alone. Default: compiled where it can."),
+    ] = None
 
     def decoding(self) -> Decoding:
         """What they say about decoding. Raises InputError with the one that cannot be."""

@@ -1,1 +1,3 @@
-"""Engines run a target and a drafter on this machine. `base` is the seam, `loop` the decoding loop that all engines share."""
+"""Engines run a target and a drafter on this machine. `base` is the seam, `loop` the decoding loop that all engines
+share.
+"""

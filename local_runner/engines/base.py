@@ -16,7 +16,9 @@ from sglang_dspark.decoding.sampling import SamplingParams
 from sglang_dspark.decoding.schedule import Schedule
 
 Choose = Callable[[int, torch.Tensor], int]
-"""Picks draft token k (from 0) from its logits [V]; the loop passes one when drafts are sampled or logits are processed."""
+"""Picks draft token k (from 0) from its logits [V]; the loop passes one when drafts are sampled or logits are
+processed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,9 @@ class Request:
     schedule: Schedule | None = None
     """How many drafted tokens to verify; None decodes plainly, with no drafter."""
     draft_style: str = "greedy"
-    """`greedy` drafts are point masses; `sampled` drafts are drawn from the head's distribution and rejection-sampled."""
+    """`greedy` drafts are point masses; `sampled` drafts are drawn from the head's distribution and rejection-
+    sampled.
+    """
     name: str = "0"
 
 
@@ -66,8 +70,9 @@ class Target(Protocol):
 class Drafter(Protocol):
     """Proposes the tokens that may follow the anchor."""
 
-    block: int
-    """γ: how many tokens one block proposes."""
+    @property
+    def block(self) -> int:
+        """γ: how many tokens one block proposes."""
 
     def reset(self) -> None:
         """Forget the context."""

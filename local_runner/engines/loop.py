@@ -159,7 +159,8 @@ class Picker:
         scheduled = torch.tensor([k], device=logits.device)
         if self.params.greedy:
             rows = logits if self.params.plain_greedy else self.history.process(logits, drafted)
-            accepted, token = accept_greedy(rows.argmax(-1).unsqueeze(0), block, scheduled)
+            # In float32, because the argmax of bfloat16 takes several times as long on a CPU.
+            accepted, token = accept_greedy(rows.float().argmax(-1).unsqueeze(0), block, scheduled)
             return int(accepted), int(token)
         p = probabilities(self.history.process(logits, drafted), self.params).unsqueeze(0)
         u_next = uniforms(self._seed, Purpose.TARGET, position + 1, k + 1).unsqueeze(0)

@@ -1,8 +1,9 @@
 """The Round event, in which every engine, command and page speaks, and the metrics that are functions of rounds.
 
-One request is a list of rounds. The first is the prefill: nothing drafted, and the first new token is its `next_token`.
-From then on each round starts at an anchor, the last committed token, and commits at least one token more. The tokens of
-an answer are the concatenation of `committed` over its rounds, and the time to its first token is the first round's time.
+One request is a list of rounds. The first is the prefill: nothing drafted, and the first new token is its
+`next_token`. From then on each round starts at an anchor, the last committed token, and commits at least one token
+more. The tokens of an answer are the concatenation of `committed` over its rounds, and the time to its first token is
+the first round's time.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ STOPS = ("eos", "stop_string", "length", "context", "cancelled")
 class Round:
     """One pass of draft, schedule, verify.
 
-    Positions count tokens of the request from 0. `anchor` is the token at `position`; `drafted[i]` proposes the token at
-    `position + 1 + i`; `confidence[i]` is the modelled probability that `drafted[i]` survives given that those before it
-    did (empty without a confidence head). `scheduled` of the drafted tokens were verified, `accepted` of those survived,
-    and `next_token` is the correction or bonus that follows them. `committed` is `drafted[:accepted] + (next_token,)`,
-    cut where the answer stopped. Times are seconds of wall clock.
+    Positions count tokens of the request from 0. `anchor` is the token at `position`; `drafted[i]` proposes the token
+    at `position + 1 + i`; `confidence[i]` is the modelled probability that `drafted[i]` survives given that those
+    before it did (empty without a confidence head). `scheduled` of the drafted tokens were verified, `accepted` of
+    those survived, and `next_token` is the correction or bonus that follows them. `committed` is `drafted[:accepted] +
+    (next_token,)`, cut where the answer stopped. Times are seconds of wall clock.
     """
 
     request: str
@@ -48,9 +49,15 @@ class Round:
                 f"round {self.index} needs 0 <= accepted ({self.accepted}) <= scheduled ({self.scheduled})"
                 f" <= drafted ({len(self.drafted)})"
             )
-        full = self.drafted[: self.accepted] + (self.next_token,)
+        if len(self.confidence) not in (0, len(self.drafted)):
+            raise ValueError(
+                f"round {self.index} has {len(self.confidence)} confidences for {len(self.drafted)} drafted tokens"
+            )
+        full = (*self.drafted[: self.accepted], self.next_token)
         if self.committed != full[: len(self.committed)] or (self.stop is None and self.committed != full):
-            raise ValueError(f"round {self.index} commits {self.committed}, which is not the accepted prefix and next token")
+            raise ValueError(
+                f"round {self.index} commits {self.committed}, which is not the accepted prefix and next token"
+            )
         if self.stop is not None and self.stop not in STOPS:
             raise ValueError(f"round {self.index} stops for '{self.stop}', which is none of {', '.join(STOPS)}")
 
@@ -101,8 +108,8 @@ def summarise(rounds: Sequence[Round]) -> Summary:
     """Summarise one or several requests.
 
     The mean accepted length τ counts the bonus or correction token, as the paper does: tokens committed after prefill,
-    before any cut at a stop, per decoding round. `tokens_per_s` covers decoding only: tokens after each prefill over the
-    seconds of the rounds that made them.
+    before any cut at a stop, per decoding round. `tokens_per_s` covers decoding only: tokens after each prefill over
+    the seconds of the rounds that made them.
     """
     after = decode_rounds(rounds)
     seconds = sum(r.draft_s + r.verify_s for r in after)
@@ -125,7 +132,9 @@ def summarise(rounds: Sequence[Round]) -> Summary:
 
 
 def survival_by_position(rounds: Iterable[Round], block: int) -> list[float | None]:
-    """Survival: of the rounds that scheduled position k (1-based), the share in which positions 1..k were all accepted."""
+    """Survival: of the rounds that scheduled position k (1-based), the share in which positions 1..k were all
+    accepted.
+    """
     return _share(rounds, block, conditional=False)
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang_dspark.draft.config import Attention, DraftConfig
+from sglang_dspark.draft.linear import Linear
 from sglang_dspark.draft.rope import rope_table, rotate
 
 Take = Callable[[str], Tensor]
@@ -46,13 +47,7 @@ class Norm(nn.Module):
 class Layer(nn.Module):
     """One decoder layer over rows [n, d]; `mask` [n, span] of booleans, or None to attend to the whole span."""
 
-    qkv: Tensor
-    qkv_bias: Tensor | None
     qk_norm: Tensor
-    out: Tensor
-    out_bias: Tensor | None
-    gate_up: Tensor
-    down: Tensor
     scalar: Tensor | None
 
     def __init__(self, config: DraftConfig, attention: Attention, take: Take) -> None:
@@ -61,16 +56,18 @@ class Layer(nn.Module):
         self.activate = ACTIVATE[config.activation]
         self.gemma = config.backbone == "gemma4"
         self.scale = 1.0 if self.gemma else attention.head_dim**-0.5
-        names = ("q", "k") if attention.k_eq_v else ("q", "k", "v")
-        self.register_buffer("qkv", torch.cat([take(f"self_attn.{n}_proj.weight") for n in names]))
-        self.register_buffer("qkv_bias", torch.cat([take(f"self_attn.{n}_proj.bias") for n in names]) if bias else None)
-        self.register_buffer("out", take("self_attn.o_proj.weight"))
-        self.register_buffer("out_bias", take("self_attn.o_proj.bias") if bias else None)
+
+        def product(names: str, biased: bool = False) -> Linear:
+            weights = torch.cat([take(f"{n}_proj.weight") for n in names.split()])
+            return Linear(weights, torch.cat([take(f"{n}_proj.bias") for n in names.split()]) if biased else None)
+
+        self.query = product("self_attn.q", bias)
+        self.key_value = product("self_attn.k" if attention.k_eq_v else "self_attn.k self_attn.v", bias)
+        self.out = product("self_attn.o", bias)
+        self.gate_up, self.down = product("mlp.gate mlp.up"), product("mlp.down")
         # One weight row a head, so that queries and keys are normalised together.
         q_norm, k_norm = take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight")
         self.register_buffer("qk_norm", torch.stack([q_norm] * attention.heads + [k_norm] * attention.kv_heads))
-        self.register_buffer("gate_up", torch.cat([take("mlp.gate_proj.weight"), take("mlp.up_proj.weight")]))
-        self.register_buffer("down", take("mlp.down_proj.weight"))
         self.register_buffer("scalar", take("layer_scalar") if self.gemma else None)
 
         def norm(name: str) -> Norm:
@@ -81,29 +78,33 @@ class Layer(nn.Module):
         self.before_mlp = norm("pre_feedforward_layernorm" if self.gemma else "post_attention_layernorm")
         self.after_mlp = norm("post_feedforward_layernorm") if self.gemma else nn.Identity()
 
-    def _heads(self, x: Tensor, rope: Tensor, skip: int) -> tuple[Tensor, Tensor]:
-        """Normed, rotated heads from head `skip` on (queries, then keys) [n, ·, head_dim]; values [n, kv, head_dim]."""
-        heads, kv, size = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
-        bias = None if self.qkv_bias is None else self.qkv_bias[skip * size :]
-        rows = F.linear(x, self.qkv[skip * size :], bias)
+    def _turn(self, rows: Tensor, norm: Tensor, rope: Tensor) -> Tensor:
+        """Normed and rotated heads [n, ·, head_dim]; `norm` has a row a head, `rope` is [2, n, head_dim]."""
+        turned = F.rms_norm(rows, (self.shape.head_dim,), None, self.eps) * norm
+        return rotate(turned, rope[0].unsqueeze(1), rope[1].unsqueeze(1))
+
+    def _key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, neither normed nor rotated yet, and values: [n, kv_heads, head_dim] each."""
+        kv, size = self.shape.kv_heads, self.shape.head_dim
+        rows = self.key_value(x)
         rows = rows.view(x.shape[0], rows.shape[1] // size, size)
-        turned = F.rms_norm(rows[:, : heads + kv - skip], (size,), None, self.eps) * self.qk_norm[skip:]
-        # Where keys are values, the last heads are the keys themselves, not yet normed.
+        # Where keys are values, the last heads are the keys themselves.
         values = rows[:, -kv:]
-        if self.gemma:
-            values = F.rms_norm(values, (size,), None, self.eps)
-        return rotate(turned, rope[0].unsqueeze(1), rope[1].unsqueeze(1)), values
+        return rows[:, :kv], F.rms_norm(values, (size,), None, self.eps) if self.gemma else values
 
     def context(self, h: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [n, kv_heads, head_dim] of context rows h [n, d], at positions of `rope` [2, n, head_dim]."""
-        return self._heads(h, rope, self.shape.heads)
+        keys, values = self._key_value(h)
+        return self._turn(keys, self.qk_norm[self.shape.heads :], rope), values
 
     def forward(
         self, x: Tensor, rope: Tensor, positions: Tensor, keys: Tensor, values: Tensor, span: int, mask: Tensor | None
     ) -> Tensor:
         """Block rows x [n, d] at `positions` [n]: their keys and values go there; cache rows 0..span-1 are attended."""
         n, heads, kv, size = x.shape[0], self.shape.heads, self.shape.kv_heads, self.shape.head_dim
-        turned, v = self._heads(self.before_attention(x), rope, 0)
+        h = self.before_attention(x)
+        k, v = self._key_value(h)
+        turned = self._turn(torch.cat([self.query(h).view(n, heads, size), k], 1), self.qk_norm, rope)
         keys.index_copy_(1, positions, turned[:, heads:].transpose(0, 1))
         values.index_copy_(1, positions, v.transpose(0, 1))
         # Query heads that share a key head become rows of one head: no key is repeated, and masks are per row anyway.
@@ -118,9 +119,9 @@ class Layer(nn.Module):
             q, keys[None, :, :span], values[None, :, :span], attn_mask=allowed, scale=self.scale
         )
         mixed = mixed.view(kv, heads // kv, n, size).permute(2, 0, 1, 3).reshape(n, heads * size)
-        x = x + self.after_attention(F.linear(mixed, self.out, self.out_bias))
-        gate, up = F.linear(self.before_mlp(x), self.gate_up).chunk(2, -1)
-        x = x + self.after_mlp(F.linear(self.activate(gate) * up, self.down))
+        x = x + self.after_attention(self.out(mixed))
+        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
+        x = x + self.after_mlp(self.down(self.activate(gate) * up))
         return x if self.scalar is None else x * self.scalar
 
 
@@ -129,7 +130,6 @@ class Backbone(nn.Module):
 
     embedding: Tensor
     lm_head: Tensor
-    fc: Tensor
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Backbone(nn.Module):
         self.softcap = config.softcap
         self.register_buffer("embedding", embedding)
         self.register_buffer("lm_head", lm_head)
-        self.register_buffer("fc", take("fc.weight"))
+        self.fc = Linear(take("fc.weight"))
         # Gemma rounds √d to the model's precision before it multiplies.
         root = torch.tensor(math.sqrt(config.hidden_size), dtype=embedding.dtype).item()
         self.embedding_scale = root if config.backbone == "gemma4" else None
@@ -163,24 +163,23 @@ class Backbone(nn.Module):
 
     def context(self, features: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [n, kv_heads, head_dim] of each layer, for features [n, m·d] of positions from `start`."""
-        h = self.hidden_norm(F.linear(features, self.fc))
+        h = self.hidden_norm(self.fc(features))
         end = start + features.shape[0]
         return [layer.context(h, rope[:, start:end]) for layer, rope in zip(self.layers, self.ropes, strict=True)]
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, cache: Sequence[tuple[Tensor, Tensor]], span: int, padded: bool
+        self, tokens: Tensor, positions: Tensor, cache: Sequence[tuple[Tensor, Tensor]], span: int
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [γ, d] after the final norm and logits [γ, V] before the sequential head.
 
         `tokens` [γ] are the anchor and masks, `positions` [γ] where they stand, `cache` each layer's keys and values
-        [kv_heads, rows, head_dim]. Rows 0..span-1 are attended to; `padded` says that the last of them lie past the
-        block and must be masked, so that one `span` serves many context lengths.
+        [kv_heads, rows, head_dim], of which the block attends to rows 0..span-1, its own being the last of them.
         """
         x = F.embedding(tokens, self.embedding)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
         windows = {layer.shape.window for layer in self.layers}
-        masks = {w: self._mask(positions, span, w, padded) for w in windows}
+        masks = {w: self._mask(positions, span, w) for w in windows}
         for layer, rope, (keys, values) in zip(self.layers, self.ropes, cache, strict=True):
             here = rope.index_select(1, positions)
             x = layer(x, here, positions, keys, values, span, masks[layer.shape.window])
@@ -191,13 +190,12 @@ class Backbone(nn.Module):
         return hidden, logits
 
     @staticmethod
-    def _mask(positions: Tensor, span: int, window: int | None, padded: bool) -> Tensor | None:
+    def _mask(positions: Tensor, span: int, window: int | None) -> Tensor | None:
         """Which of rows 0..span-1 each block row sees [γ, span], or None for all."""
-        if not padded and (window is None or span <= window):
+        if window is None or span <= window:
             return None
         rows = torch.arange(span, device=positions.device)
-        seen = (rows <= positions[-1]).expand(positions.shape[0], span)
-        return seen if window is None else seen & ((positions[:, None] - rows).abs() < window)
+        return (positions[:, None] - rows).abs() < window
 
 
 def _take_of_layer(take: Take, index: int, name: str) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.linear import Linear
 
 Pick = Callable[[int, Tensor], Tensor]
 """Chooses token k, as a tensor [1], from its logits [1, V]."""
@@ -23,12 +24,11 @@ class MarkovHead(nn.Module):
     """Vanilla: B_k = W1[x_{k-1}] W2."""
 
     w1: Tensor
-    w2: Tensor
 
     def __init__(self, config: DraftConfig, take: Callable[[str], Tensor]) -> None:
         super().__init__()
         self.register_buffer("w1", take("markov_head.markov_w1.weight"))
-        self.register_buffer("w2", take("markov_head.markov_w2.weight"))
+        self.w2 = Linear(take("markov_head.markov_w2.weight"))
 
     def latent(self, state: Tensor, z: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The next state and the latent that W2 turns into the bias, all [1, r], from z = W1[x_{k-1}] and h_k."""
@@ -90,7 +90,7 @@ class Heads(nn.Module):
         for k in steps:
             z = F.embedding(previous, self.markov.w1)
             state, latent = self.markov.latent(state, z, hidden[k : k + 1])
-            row = logits[k : k + 1] + F.linear(latent, self.markov.w2)
+            row = logits[k : k + 1] + self.markov.w2(latent)
             previous = pick(k, row)
             chosen.append(previous)
             rows.append(row)

@@ -12,34 +12,30 @@ def packs(weight: Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype is torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
 
 class Linear(nn.Module):
-    """x [..., in] -> x Wᵀ + b [..., out]; the weight is kept in the layout that is fastest to read.
+    """x [..., in] -> x Wᵀ + b [..., out], with the weight in the layout that is fastest to read.
 
-    The weight that was passed is not kept where the layout is another, so that it is in memory once.
+    The plain matrix is `weight` until the first product, which lays it out anew where that pays and lets go of the
+    plain one, so that it is in memory once.
     """
-
-    weight: Tensor
-    bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.packed = packs(weight)
-        layout = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self.packed else weight
-        # Not a buffer where packed: a tensor in oneDNN's layout cannot be moved or saved.
-        if self.packed:
-            self.weight = layout
-        else:
-            self.register_buffer("weight", layout, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
+        self.weight: Tensor | None = weight.detach()
+        self.bias = None if bias is None else bias.detach()
+        self._packed: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        if self.packed:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return product
-        return F.linear(x, self.weight, self.bias)
+        if self._packed is None:
+            assert self.weight is not None, "a matrix is plain or packed"
+            if not packs(self.weight):
+                return F.linear(x, self.weight, self.bias)
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous())
+            self.weight = None
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return product

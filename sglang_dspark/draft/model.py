@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch._dynamo.config as dynamo_config
-import torch._inductor.config as inductor_config
 from torch import Tensor
 
 from sglang_dspark.draft.backbone import Backbone
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.heads import Heads
-
-SMALLEST_SPAN = 256
-"""Rows of context that the compiled block attends to at least; it is compiled anew each time that number doubles."""
-
-COMPILATIONS = 256
-"""Compiled spans of all models of a process at most: far more than there are doublings."""
+from sglang_dspark.draft.heads import Heads, greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,30 +41,14 @@ class DraftModel:
         self.block, self.context_length, self.notes = block, context_length, notes
         self.length = 0
         """How many context rows are committed."""
-        weight = backbone.fc
-        self._rows = context_length + block
+        like = backbone.embedding
 
         def rows(kv_heads: int, head_dim: int) -> Tensor:
-            return torch.zeros(kv_heads, self._rows, head_dim, dtype=weight.dtype, device=weight.device)
+            return like.new_zeros(kv_heads, context_length + block, head_dim)
 
         self._cache = [(rows(a.kv_heads, a.head_dim), rows(a.kv_heads, a.head_dim)) for a in config.attention]
-        self._tokens = torch.full((block,), config.mask_token_id, device=weight.device)
-        self._offsets = torch.arange(block, device=weight.device)
-        self._forward: Callable[..., tuple[Tensor, Tensor]] = backbone
-        self._greedy: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = heads
-        self._compiled = False
-
-    def compile(self) -> None:
-        """Run blocks through torch.compile from now on: slow at the first block and at each doubling of the context.
-
-        Shapes are made static by attending to a power of two of context rows behind a mask. Blocks whose tokens are
-        chosen by the caller run the backbone compiled and the heads eagerly.
-        """
-        # The target's own product may need a layout that the compiler cannot read; it finds one for the plain tensor.
-        self.backbone.project = None
-        self._forward = torch.compile(self.backbone, dynamic=False, fullgraph=True)
-        self._greedy = torch.compile(self.heads, dynamic=False, fullgraph=True)
-        self._compiled = True
+        self._tokens = torch.full((block,), config.mask_token_id, device=like.device)
+        self._offsets = torch.arange(block, device=like.device)
 
     def reset(self) -> None:
         """Forget all context."""
@@ -91,54 +66,40 @@ class DraftModel:
 
         Raises ValueError when `position` is not the next row, the width is another, or the rows do not fit.
         """
-        count, width = features.shape
-        if position != self.length or width != self.config.feature_size or position + count > self.context_length:
-            raise ValueError(
-                f"features [{count}, {width}] at {position} do not continue a draft context of {self.length} of at most"
-                f" {self.context_length} rows of width {self.config.feature_size}"
-            )
-        rows = self.backbone.context(features.to(self.backbone.fc), position)
+        self._check_features(features, position)
+        count = features.shape[0]
+        rows = self.backbone.context(features.to(self.backbone.embedding), position)
         end = position + count
         for (keys, values), (k, v) in zip(self._cache, rows, strict=True):
             keys[:, position:end] = k.transpose(0, 1)
             values[:, position:end] = v.transpose(0, 1)
         self.length = end
 
+    def _check_features(self, features: Tensor, position: int) -> None:
+        count, width = features.shape
+        if position != self.length or width != self.config.feature_size or position + count > self.context_length:
+            raise ValueError(
+                f"features [{count}, {width}] at {position} do not continue a draft context of {self.length} of at most"
+                f" {self.context_length} rows of width {self.config.feature_size}"
+            )
+
+    @torch.inference_mode()
     def draft(self, anchor: int, position: int, choose: Callable[[int, Tensor], int] | None = None) -> DraftBlock:
         """Draft a block after the `anchor` at `position`, whose features are not known yet: `position` is `length`.
 
         `choose(k, logits [V])` picks token k; without it every token is the argmax, and on a device nothing is read
         back before the block is done. Raises ValueError for another position.
         """
-        if position != self.length:
-            raise ValueError(f"the anchor is at {position} but the draft context has {self.length} rows")
-        with self._running():
-            self._tokens[0] = anchor
-            span = self._span(position + self.block)
-            hidden, logits = self._forward(self._tokens, self._offsets + position, self._cache, span, self._compiled)
-            if choose is None:
-                tokens, logits, confidence = self._greedy(self._tokens[:1], hidden, logits)
-            else:
-                tokens, logits, confidence = self.heads(self._tokens[:1], hidden, logits, partial(_ask, choose))
+        self._check_anchor(position)
+        self._tokens[0] = anchor
+        hidden, logits = self.backbone(self._tokens, self._offsets + position, self._cache, position + self.block)
+        pick = greedy if choose is None else partial(_ask, choose)
+        tokens, logits, confidence = self.heads(self._tokens[:1], hidden, logits, pick)
         return DraftBlock(tokens.tolist(), [] if confidence is None else confidence.tolist(), logits, hidden)
 
-    def _running(self) -> AbstractContextManager[object]:
-        """Inference mode or, compiled, frozen weights: laid out for a CPU's matrix units, at their memory again."""
-        if not self._compiled:
-            return torch.inference_mode()
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(inductor_config.patch(freezing=self._tokens.device.type == "cpu"))
-        # One compilation a span and model is meant; the default limit of a few a process would end in an error.
-        stack.enter_context(dynamo_config.patch(recompile_limit=COMPILATIONS))
-        return stack
-
-    def _span(self, needed: int) -> int:
-        """Rows of the cache to attend to: those needed or, compiled, the next power of two."""
-        if not self._compiled:
-            return needed
-        return min(max(SMALLEST_SPAN, 1 << (needed - 1).bit_length()), self._rows)
+    def _check_anchor(self, position: int) -> None:
+        if position != self.length:
+            raise ValueError(f"the anchor is at {position} but the draft context has {self.length} rows")
 
 
 def _ask(choose: Callable[[int, Tensor], int], k: int, logits: Tensor) -> Tensor:

@@ -19,14 +19,21 @@ SOURCE = Path(__file__).with_name("kernel.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 
 
+def find_compiler() -> str | None:
+    """The C++ compiler to use: $CXX, or the first of the usual names that is installed."""
+    return os.environ.get("CXX") or next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
+
+
 def load_kernel(progress: Callable[[str], None] = lambda message: None) -> ctypes.CDLL:
     """The library of kernel.cpp, built if it is not in the store yet.
 
     Raises InputError without a compiler, where it fails, or where the result cannot be stored.
     """
-    compiler = os.environ.get("CXX") or next((c for c in ("g++", "clang++", "c++") if shutil.which(c)), None)
+    compiler = find_compiler()
     if compiler is None:
-        raise InputError("The compiled mode needs a C++ compiler; install one (Debian: apt install g++), or leave --compile out.")
+        raise InputError(
+            "The compiled mode needs a C++ compiler; install one (Debian: apt install g++), or use --no-compile."
+        )
     # What the compiler predefines tells its version and the instructions of this processor.
     about = _run([compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
     key = hashlib.sha256(SOURCE.read_bytes() + about + repr(FLAGS).encode()).hexdigest()[:16]
@@ -42,7 +49,7 @@ def load_kernel(progress: Callable[[str], None] = lambda message: None) -> ctype
         except OSError as error:
             raise InputError(
                 f"The compiled kernel cannot be stored in {library.parent} ({error.strerror}); set DSPARK_HOME to a"
-                " writable folder, or leave --compile out."
+                " writable folder, or use --no-compile."
             ) from error
     return _load(library)
 
@@ -59,5 +66,5 @@ def _run(command: list[str]) -> bytes:
         said = getattr(error, "stderr", None) or str(error).encode()
         reason = next((line for line in said.decode(errors="replace").splitlines() if "error" in line), str(error))
         raise InputError(
-            f"{command[0]} cannot compile {SOURCE.name}: {reason}; try another compiler with CXX, or leave --compile out."
+            f"{command[0]} cannot compile {SOURCE.name}: {reason}; name another compiler in CXX, or use --no-compile."
         ) from error

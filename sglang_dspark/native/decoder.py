@@ -11,8 +11,12 @@ from torch import Tensor
 
 from sglang_dspark.native.build import load_kernel
 
-TILE = 16
+TILE, LARGEST_HEAD = 16, 512
 _POINTER = ctypes.c_void_p
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab", "capacity", "threads", "causal")
+_MATRICES = ("qkv", "out", "gate_up", "down")
+_NORMS = ("before_attention", "before_mlp", "q_norm", "k_norm")
+_LAYER_POINTERS = (*_MATRICES, *_NORMS, "keys", "values")
 
 
 class _Layer(ctypes.Structure):
@@ -20,7 +24,18 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         (name, _POINTER)
-        for name in "qkv out gate_up down before_attention before_mlp q_norm k_norm keys values".split()
+        for name in [
+            "qkv",
+            "out",
+            "gate_up",
+            "down",
+            "before_attention",
+            "before_mlp",
+            "q_norm",
+            "k_norm",
+            "keys",
+            "values",
+        ]
     ]
 
 
@@ -30,11 +45,22 @@ class _Model(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_int32)
-            for name in "layers hidden heads kv_heads head_dim inner vocab capacity threads causal".split()
+            for name in [
+                "layers",
+                "hidden",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "inner",
+                "vocab",
+                "capacity",
+                "threads",
+                "causal",
+            ]
         ),
         ("eps", ctypes.c_float),
         ("layer", ctypes.POINTER(_Layer)),
-        *((name, _POINTER) for name in "embedding cosine sine norm head".split()),
+        *((name, _POINTER) for name in ["embedding", "cosine", "sine", "norm", "head", "small_head", "head_scale"]),
     ]
 
 
@@ -54,7 +80,8 @@ class Shape:
     def fits(self) -> bool:
         """Whether the kernel's tiles divide these sizes."""
         sizes = (self.hidden, self.head_dim, self.inner, self.vocab)
-        return all(size % TILE == 0 for size in sizes) and self.heads % self.kv_heads == 0
+        tiled = all(size % TILE == 0 for size in sizes)
+        return tiled and self.heads % self.kv_heads == 0 and self.head_dim <= LARGEST_HEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +99,24 @@ class LayerWeights:
 
 
 def tiles(weight: Tensor) -> Tensor:
-    """[out, in] -> [out/16, in/2, 16, 2] in bfloat16: 16 outputs side by side, inputs in pairs."""
+    """[out, in] -> [out/16, in/2, 16, 2]: 16 outputs side by side, inputs in pairs."""
     rows, columns = weight.shape
-    return weight.to(torch.bfloat16).view(rows // TILE, TILE, columns // 2, 2).transpose(1, 2).contiguous()
+    return weight.view(rows // TILE, TILE, columns // 2, 2).transpose(1, 2).contiguous()
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, in] as int8 [out, in] and scales [out] in float32: each output by its greatest magnitude over 127."""
+    wide = weight.float()
+    scale = wide.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (wide / scale[:, None]).round().to(torch.int8), scale
 
 
 class Decoder:
     """A stack of layers on the kernel, with its caches.
 
-    `rope` is [2, capacity, head_dim]: cosines and sines. A causal decoder's row sees what is before it; in one that is
-    not, as in a drafted block, each row sees all rows.
+    `rope` [2, capacity, head_dim] holds cosines and signed sines, as `rope_table` makes them. A causal decoder's row
+    sees what is before it; in one that is not, as in a drafted block, each row sees all rows. With a `small_head`,
+    lm_head is rounded to int8: half the bytes.
     """
 
     def __init__(
@@ -94,6 +129,7 @@ class Decoder:
         rope: Tensor,
         *,
         causal: bool,
+        small_head: bool = False,
         progress: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.shape, self.kernel = shape, load_kernel(progress)
@@ -102,15 +138,16 @@ class Decoder:
         cache = shape.kv_heads * rows * shape.head_dim
         structs = (_Layer * len(layers))()
         for struct, w in zip(structs, layers, strict=True):
-            for name in ("qkv", "out", "gate_up", "down"):
-                setattr(struct, name, self._keep(tiles(getattr(w, name))))
-            for name in ("before_attention", "before_mlp", "q_norm", "k_norm"):
+            for name in _MATRICES:
+                setattr(struct, name, self._keep(tiles(getattr(w, name).to(torch.bfloat16))))
+            for name in _NORMS:
                 values = getattr(w, name)
                 setattr(struct, name, None if values is None else self._keep(values.float()))
             # Zeros, because what was never written is multiplied by zero, which a NaN would survive.
             struct.keys = self._keep(torch.zeros(cache, dtype=torch.bfloat16))
             struct.values = self._keep(torch.zeros(cache, dtype=torch.bfloat16))
         cosine, sine = rope.float()
+        quantised = quantise(head) if small_head else None
         self.model = _Model(
             len(layers),
             shape.hidden,
@@ -128,11 +165,18 @@ class Decoder:
             self._keep(cosine),
             self._keep(sine),
             self._keep(norm.float()),
-            self._keep(tiles(head)),
+            None if quantised else self._keep(tiles(head.to(torch.bfloat16))),
+            self._keep(tiles(quantised[0])) if quantised else None,
+            self._keep(quantised[1]) if quantised else None,
         )
 
     def forward(
-        self, tokens: Tensor, start: int, taps: Sequence[int] = (), last_only: bool = False, states: Tensor | None = None
+        self,
+        tokens: Tensor,
+        start: int,
+        taps: Sequence[int] = (),
+        last_only: bool = False,
+        states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logits [n or 1, V] and tapped layer outputs [n, len(taps)·hidden], float32, after tokens [n] at `start`.
 

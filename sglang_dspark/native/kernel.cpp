@@ -24,7 +24,11 @@ using bf16 = uint16_t;
 typedef float floats __attribute__((vector_size(64)));      // 16 of them
 typedef uint32_t words __attribute__((vector_size(64)));    // 16 pairs of bfloat16
 typedef int32_t ints __attribute__((vector_size(64)));
+typedef bf16 halves __attribute__((vector_size(32)));       // 16 bfloat16
 constexpr int TILE = 16;
+constexpr int LARGEST_HEAD = 512;
+constexpr float UNSEEN = -1e30f;  // the score of a position that a row may not see
+constexpr int AHEAD = 1024;  // weights to fetch before they are needed, 2 KiB: measured, hardware alone fetches too late
 
 static inline floats splat(float value) { return floats{} + value; }
 
@@ -55,12 +59,30 @@ static inline floats multiply(floats sum, words w, uint32_t x) {
 #endif
 }
 
-template <int ROWS, int TILES, class Put>
-static inline void block(const bf16* x, int x_step, const bf16* w, size_t w_step, int pairs, Put put) {
+// 16 pairs of weights as bfloat16, which holds every int8 exactly.
+static inline words fetch(const bf16* from) { return load<words>(from); }
+static inline words fetch(const int8_t* from) {
+#ifdef __AVX512BF16__
+    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from + TILE)));
+    return words(_mm512_cvtne2ps_pbh(high, low));
+#else
+    words pairs;
+    for (int i = 0; i < TILE; ++i) pairs[i] = narrow(float(from[2 * i])) | uint32_t(narrow(float(from[2 * i + 1]))) << 16;
+    return pairs;
+#endif
+}
+
+template <int ROWS, int TILES, class W, class Put>
+static inline void block(const bf16* x, int x_step, const W* w, size_t w_step, int pairs, Put put) {
     floats sum[ROWS][TILES] = {};
     for (int k = 0; k < pairs; ++k) {
         words weight[TILES];
-        for (int t = 0; t < TILES; ++t) weight[t] = load<words>(w + t * w_step + size_t(k) * 2 * TILE);
+        for (int t = 0; t < TILES; ++t) {
+            const W* here = w + t * w_step + size_t(k) * 2 * TILE;
+            weight[t] = fetch(here);
+            __builtin_prefetch(here + AHEAD);
+        }
         for (int m = 0; m < ROWS; ++m) {
             uint32_t input = load<uint32_t>(x + size_t(m) * x_step + 2 * k);
             for (int t = 0; t < TILES; ++t) sum[m][t] = multiply(sum[m][t], weight[t], input);
@@ -70,8 +92,8 @@ static inline void block(const bf16* x, int x_step, const bf16* w, size_t w_step
         for (int t = 0; t < TILES; ++t) put(m, t, sum[m][t]);
 }
 
-template <int TILES, class Put>
-static inline void rows_of(int rows, const bf16* x, int x_step, const bf16* w, size_t w_step, int pairs, Put put) {
+template <int TILES, class W, class Put>
+static inline void rows_of(int rows, const bf16* x, int x_step, const W* w, size_t w_step, int pairs, Put put) {
     switch (rows) {
         case 1: return block<1, TILES>(x, x_step, w, w_step, pairs, put);
         case 2: return block<2, TILES>(x, x_step, w, w_step, pairs, put);
@@ -85,15 +107,16 @@ static inline void rows_of(int rows, const bf16* x, int x_step, const bf16* w, s
 }
 
 // put(row, first output, 16 sums) for `rows` of x [rows, 2·pairs] times the tiles from..to-1 of w, whose tiles are w_step apart.
-template <class Put>
-static inline void gemm(int rows, const bf16* x, int x_step, const bf16* w, size_t w_step, int pairs, int from, int to, Put put) {
+template <class W, class Put>
+static inline void gemm(int rows, const bf16* x, int x_step, const W* w, size_t w_step, int pairs, int from, int to, Put put) {
     constexpr int SIDE = 3;  // 8 rows of 3 tiles: 24 of 32 registers hold sums
     for (int t = from; t < to;) {
         int width = to - t >= SIDE ? SIDE : 1;
         for (int m = 0; m < rows; m += 8) {
             auto put_here = [&](int i, int j, floats sum) { put(m + i, (t + j) * TILE, sum); };
             int count = std::min(8, rows - m);
-            const bf16 *xs = x + size_t(m) * x_step, *ws = w + size_t(t) * w_step;
+            const bf16* xs = x + size_t(m) * x_step;
+            const W* ws = w + size_t(t) * w_step;
             if (width == SIDE) rows_of<SIDE>(count, xs, x_step, ws, w_step, pairs, put_here);
             else rows_of<1>(count, xs, x_step, ws, w_step, pairs, put_here);
         }
@@ -101,9 +124,14 @@ static inline void gemm(int rows, const bf16* x, int x_step, const bf16* w, size
     }
 }
 
-static inline void store(float* to, floats value) { std::memcpy(to, &value, sizeof value); }
-static inline void store_narrow(bf16* to, floats value) {
-    for (int i = 0; i < TILE; ++i) to[i] = narrow(value[i]);
+static inline halves narrow(floats value) {
+    words bits = words(value);
+    return __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, halves);
+}
+
+template <class T, class V>
+static inline void store(T* to, V value) {
+    std::memcpy(to, &value, sizeof value);
 }
 
 // e^x for x <= 0, to 1e-7 relative: 2^n times a polynomial for the fraction.
@@ -150,8 +178,10 @@ struct Model {
     float eps;
     const Layer* layer;
     const bf16* embedding;                // [vocab, hidden]
-    const float *cosine, *sine, *norm;    // [capacity, head_dim] twice, [hidden]
-    const bf16* head;                     // tiles
+    const float *cosine, *sine, *norm;    // [capacity, head_dim], the same with the first half's signs changed, [hidden]
+    const bf16* head;                     // tiles, or null where lm_head is in int8:
+    const int8_t* small_head;             // tiles
+    const float* head_scale;              // [vocab]
 };
 
 }
@@ -213,13 +243,16 @@ struct Pass {
     void turn(const Layer& layer, int m, int head) {
         int size = model.head_dim, half = size / 2, at = start + m;
         const float* in = &projected[(size_t(m) * (model.heads + 2 * model.kv_heads) + head) * size];
-        std::vector<float> row(in, in + size), turned(size);
+        float normed_head[LARGEST_HEAD], turned[LARGEST_HEAD];
         bool query = head < model.heads;
-        const float* weight = query ? layer.q_norm : layer.k_norm;
-        if (weight) rms_norm(in, weight, size, model.eps, row.data());
+        const float *weight = query ? layer.q_norm : layer.k_norm, *row = in;
+        if (weight) {
+            rms_norm(in, weight, size, model.eps, normed_head);
+            row = normed_head;
+        }
         const float *c = model.cosine + size_t(at) * size, *s = model.sine + size_t(at) * size;
         for (int i = 0; i < half; ++i) {
-            turned[i] = row[i] * c[i] - row[i + half] * s[i];
+            turned[i] = row[i] * c[i] + row[i + half] * s[i];
             turned[i + half] = row[i + half] * c[i + half] + row[i] * s[i + half];
         }
         if (query) {
@@ -257,24 +290,27 @@ struct Pass {
             int seen = model.causal ? start + (first + m) / group + 1 : length;
             float* s = &score[size_t(m) * width];
             bf16* p = &weight[size_t(m) * width];
-            std::fill(s + seen, s + width, -1e30f);
-            float most = *std::max_element(s, s + seen);
-            floats sum = {};
-            for (int j = 0; j < (seen + TILE - 1) / TILE * TILE; j += TILE) {
-                floats e = exponential(load<floats>(s + j) - most);
-                for (int i = 0; i < TILE; ++i) {
-                    p[j + i] = j + i < seen ? narrow(e[i]) : 0;
-                    sum[i] += widen(p[j + i]);
-                }
+            std::fill(s + seen, s + width, UNSEEN);
+            floats highest = splat(UNSEEN), sum = {};
+            for (int j = 0; j < width; j += TILE) {
+                floats here = load<floats>(s + j);
+                highest = here > highest ? here : highest;
             }
-            std::fill(p + (seen + TILE - 1) / TILE * TILE, p + width, 0);
+            float most = UNSEEN;
+            for (int i = 0; i < TILE; ++i) most = std::max(most, highest[i]);
+            for (int j = 0; j < width; j += TILE) {
+                floats here = load<floats>(s + j);
+                halves rounded = narrow(here > splat(UNSEEN) ? exponential(here - most) : floats{});
+                store(p + j, rounded);
+                sum += floats(__builtin_convertvector(rounded, words) << 16);
+            }
             total[m] = 0;
             for (int i = 0; i < TILE; ++i) total[m] += sum[i];
         }
         gemm(count, weight.data(), width, layer.values + size_t(kv) * model.capacity * size, size_t(model.capacity) * TILE,
              (length + 1) / 2, 0, size / TILE, [&](int m, int n, floats sum) {
                  int row = (first + m) / group, head = kv * group + (first + m) % group;
-                 store_narrow(&mixed[(size_t(row) * model.heads + head) * size + n], sum / total[m]);
+                 store(&mixed[(size_t(row) * model.heads + head) * size + n], narrow(sum / total[m]));
              });
     }
 
@@ -325,7 +361,7 @@ struct Pass {
                 rows_of<2>(std::min(8, rows - m), &normed[size_t(m) * model.hidden], model.hidden, layer.gate_up + t * step,
                            size_t(model.inner) * model.hidden, model.hidden / 2, [&](int i, int is_up, floats sum) {
                                if (!is_up) gate = silu(sum);
-                               else store_narrow(&gated[size_t(m + i) * model.inner + t * TILE], gate * sum);
+                               else store(&gated[size_t(m + i) * model.inner + t * TILE], narrow(gate * sum));
                            });
             }
 #pragma omp barrier
@@ -366,8 +402,14 @@ void dspark_forward(const Model* model, const int64_t* tokens, int rows, int sta
         pass.norm(model->norm, first, states);
 #pragma omp barrier
         Range mine = share(model->vocab / TILE);
-        gemm(rows - first, &pass.normed[size_t(first) * hidden], hidden, model->head, size_t(hidden) * TILE, hidden / 2, mine.from,
-             mine.to, [&](int m, int n, floats sum) { store(logits + size_t(m) * model->vocab + n, sum); });
+        const bf16* in = &pass.normed[size_t(first) * hidden];
+        size_t step = size_t(hidden) * TILE, vocab = model->vocab;
+        if (model->head)
+            gemm(rows - first, in, hidden, model->head, step, hidden / 2, mine.from, mine.to,
+                 [&](int m, int n, floats sum) { store(logits + m * vocab + n, sum); });
+        else
+            gemm(rows - first, in, hidden, model->small_head, step, hidden / 2, mine.from, mine.to,
+                 [&](int m, int n, floats sum) { store(logits + m * vocab + n, sum * load<floats>(model->head_scale + n)); });
     }
 }
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dspark.paths import store_root
 from local_runner.pairs import FolderSource, PackageSource, Pair, TargetSource, config_root, load_pair, pair_files
 from local_runner.store import pull, resolve, resolve_draft, resolve_pair, sources, status
 from sglang_dspark.errors import InputError
+from sglang_dspark.paths import store_root
 
 HEAD = "smollm2-135m-dspark-interim"
 

@@ -18,13 +18,14 @@ import transformers
 from local_runner.engines.base import Choose, Draft, Request
 from local_runner.engines.loop import PREFILL_CHUNK, decode
 from local_runner.engines.torch.load import load_target, load_tokenizer, pick_device, pick_dtype, stop_ids
-from local_runner.engines.torch.target import TorchTarget
+from local_runner.engines.torch.target import NativeTarget, TorchTarget
 from sglang_dspark import __version__
 from sglang_dspark.decoding.rounds import Round
 from sglang_dspark.decoding.schedule import CostCurve
 from sglang_dspark.draft.load import TargetInfo, load_draft
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.errors import InputError
+from sglang_dspark.native.draft import NativeDraft
 
 
 @dataclass(slots=True)
@@ -133,8 +134,8 @@ class TorchEngine:
     def width_noise(self, ids: Sequence[int]) -> float:
         """The greatest difference in logits of the last γ + 1 of `ids` decoded one by one and in one forward.
 
-        Both are plain decoding of the target. What differs is arithmetic alone, so two tokens whose logits are less than
-        twice this apart may change places when a block is verified.
+        Both are plain decoding of the target. What differs is arithmetic alone, so two tokens whose logits are less
+        than twice this apart may change places when a block is verified.
         """
         width = min(max(self.block, 1) + 1, len(ids) - 1)
         if width < 1:
@@ -191,14 +192,14 @@ def load_engine(
     threads: int | None = None,
     context_length: int | None = None,
     block: int | None = None,
-    compile: bool = False,
+    compile: bool | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> TorchEngine:
     """Read a target (safetensors folder or .gguf file) and a draft (DeepSpec folder) and make them ready.
 
     `threads` is how many CPU threads PyTorch uses (default: one a physical core), `context_length` how many tokens the
-    caches hold, `block` how many tokens of the trained block to draft. `progress` is told what is going on. Raises
-    InputError for what cannot be used.
+    caches hold, `block` how many tokens of the trained block to draft. `compile` is as in `load_target`. `progress` is
+    told what is going on. Raises InputError for what cannot be used.
     """
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
@@ -207,7 +208,9 @@ def load_engine(
         raise InputError(f"The number of threads must be at least 1, not {threads}.")
     torch.set_num_threads(cores)
     progress(f"Reading the target {target.name}")
-    model = load_target(target, dtype=precision, device=place, context_length=context_length)
+    model = load_target(
+        target, dtype=precision, device=place, context_length=context_length, compile=compile, progress=progress
+    )
     tokenizer = load_tokenizer(target)
     head = None
     if draft is not None:
@@ -219,15 +222,21 @@ def load_engine(
             embedding=model.embedding,
             lm_head=model.lm_head,
             name=target.name,
+            project=model.project,
         )
         head = load_draft(draft, info, dtype=precision, device=place, block=block, context_length=model.context_length)
+        if isinstance(model, NativeTarget):
+            if NativeDraft.fits(head):
+                head = NativeDraft(head, progress)
+            else:
+                progress("The draft has a form that the compiled kernel lacks, so it runs uncompiled.")
     description = {
         "engine": "torch",
         "device": str(place),
         "dtype": str(precision).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "forward": type(model).__name__,
-        "compiled": compile,
+        "compiled": isinstance(model, NativeTarget),
         "context_length": model.context_length,
         "target": target.name,
         "draft": None if draft is None else draft.name,

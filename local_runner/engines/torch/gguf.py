@@ -1,4 +1,6 @@
-"""GGUF targets: transformers unpacks them, which takes a while, so what it unpacked is kept beside the fetched files."""
+"""GGUF targets: transformers unpacks them, which takes a while, so what it unpacked is kept beside the fetched
+files.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A short forward for dense Llama- and Qwen3-shaped targets, for the few rows of a verification.
 
-The same arithmetic as the transformers model, with products fused, weights in the layout that few rows read fastest, and
-keys and values written once into a preallocated cache. Time is what a round consists of, and most of it is spent here.
+The same arithmetic as the transformers model, with products fused, weights in the layout that few rows read fastest,
+and keys and values written once into a preallocated cache. Time is what a round consists of, and most of it is spent
+here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang_dspark.draft.linear import Linear
+from sglang_dspark.native.decoder import LayerWeights
 
 FAMILIES = ("llama", "qwen3")
 
@@ -32,24 +34,44 @@ def is_lean(config: Any) -> bool:
     )
 
 
+def head_size(config: Any) -> int:
+    """Width of one attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def layer_weights(layer: Any) -> LayerWeights:
+    """The weights of a transformers decoder layer in Llama or Qwen3 form."""
+    a, mlp = layer.self_attn, layer.mlp
+    return LayerWeights(
+        qkv=torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]),
+        out=a.o_proj.weight,
+        gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        down=mlp.down_proj.weight,
+        before_attention=layer.input_layernorm.weight,
+        before_mlp=layer.post_attention_layernorm.weight,
+        q_norm=a.q_norm.weight if hasattr(a, "q_norm") else None,
+        k_norm=a.k_norm.weight if hasattr(a, "k_norm") else None,
+    )
+
+
 class LeanLayer(nn.Module):
     """One decoder layer over rows [n, d], with its keys and values [kv_heads, capacity, head_dim]."""
 
-    def __init__(self, layer: Any, config: Any, head_dim: int, capacity: int) -> None:
+    def __init__(self, weights: LayerWeights, config: Any, capacity: int) -> None:
         super().__init__()
-        a, mlp = layer.self_attn, layer.mlp
-        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, head_dim
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_size(config),
+        )
         self.eps = config.rms_norm_eps
-        self.qkv = Linear(torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]))
-        self.out = Linear(a.o_proj.weight.detach())
-        self.gate_up = Linear(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
-        self.down = Linear(mlp.down_proj.weight.detach())
-        self.before_attention = layer.input_layernorm.weight.detach()
-        self.before_mlp = layer.post_attention_layernorm.weight.detach()
+        self.qkv, self.out = Linear(weights.qkv), Linear(weights.out)
+        self.gate_up, self.down = Linear(weights.gate_up), Linear(weights.down)
+        self.before_attention, self.before_mlp = weights.before_attention, weights.before_mlp
         self.qk_norm: Tensor | None = None
-        if config.model_type == "qwen3":
-            self.qk_norm = torch.stack([a.q_norm.weight] * self.heads + [a.k_norm.weight] * self.kv_heads)
-        rows = (self.kv_heads, capacity, head_dim)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            self.qk_norm = torch.stack([weights.q_norm] * self.heads + [weights.k_norm] * self.kv_heads)
+        rows = (self.kv_heads, capacity, self.head_dim)
         self.keys = self.before_mlp.new_empty(rows)
         self.values = self.before_mlp.new_empty(rows)
 
@@ -71,7 +93,8 @@ class LeanLayer(nn.Module):
         mixed = mixed.view(kv, n, group, size).transpose(0, 1).reshape(n, heads * size)
         x = x + self.out(mixed)
         gate, up = self.gate_up(F.rms_norm(x, x.shape[1:], self.before_mlp, self.eps)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+        out: Tensor = x + self.down(F.silu(gate) * up)
+        return out
 
 
 class LeanModel(nn.Module):
@@ -80,7 +103,6 @@ class LeanModel(nn.Module):
     def __init__(self, model: Any, capacity: int) -> None:
         super().__init__()
         config, inner = model.config, model.model
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.embedding = inner.embed_tokens.weight.detach()
         self.head_weight = model.lm_head.weight.detach()
         self.norm, self.eps = inner.norm.weight.detach(), config.rms_norm_eps
@@ -90,7 +112,7 @@ class LeanModel(nn.Module):
         self.cos, self.sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
         self.layers = []
         for index in range(len(inner.layers)):
-            self.layers.append(LeanLayer(inner.layers[index], config, head_dim, capacity))
+            self.layers.append(LeanLayer(layer_weights(inner.layers[index]), config, capacity))
             inner.layers[index] = None  # its weights are laid out anew: one copy in memory is enough
         self.registered = nn.ModuleList(self.layers)
         self.head = Linear(self.head_weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from local_runner.engines.torch.gguf import unpack_options, unpacked
 from local_runner.engines.torch.lean import is_lean
-from local_runner.engines.torch.target import LeanTarget, TorchTarget, TransformersTarget
+from local_runner.engines.torch.target import LeanTarget, NativeTarget, TorchTarget, TransformersTarget
 from sglang_dspark.checkpoints.tensors import open_tensors
 from sglang_dspark.errors import InputError
+from sglang_dspark.native.build import find_compiler
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -23,7 +25,9 @@ DEFAULT_CONTEXT = 8192
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; `auto` takes CUDA, then MPS, then the CPU. Raises InputError for one that is not here."""
+    """The device of that name; `auto` takes CUDA, then MPS, then the CPU. Raises InputError for one that is not
+    here.
+    """
     here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
         return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if here[kind]))
@@ -44,8 +48,20 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_target(path: Path, *, dtype: torch.dtype, device: torch.device, context_length: int | None) -> TorchTarget:
-    """Read the target at `path`. Raises InputError that says what is wrong with the folder or file."""
+def load_target(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    context_length: int | None,
+    compile: bool | None = None,
+    progress: Callable[[str], None] = lambda message: None,
+) -> TorchTarget:
+    """Read the target at `path`. Raises InputError that says what is wrong with the folder or file.
+
+    `compile` says whether to run it on the compiled kernel; None does where the kernel computes such a target and there
+    is a compiler to build it.
+    """
     where, options = _source(path)
     if not options:
         open_tensors(where)  # refuses pickles, truncated files and bad headers before anything is allocated
@@ -68,6 +84,14 @@ def load_target(path: Path, *, dtype: torch.dtype, device: torch.device, context
             raise InputError(f"The target at {path} {what} the tensor {names[0]}{more}; fetch it again.")
     model = model.eval().requires_grad_(False).to(device)
     capacity = context_length or min(most, DEFAULT_CONTEXT)
+    fits = NativeTarget.fits(model)
+    if compile and not fits:
+        raise InputError(
+            f"The compiled mode runs Llama- and Qwen3-shaped targets in bfloat16 on a CPU, which {path.name} as"
+            f" {str(dtype).removeprefix('torch.')} on {device.type} is not; leave --compile out."
+        )
+    if compile or (compile is None and fits and find_compiler() is not None):
+        return NativeTarget(model, capacity, progress)
     return LeanTarget(model, capacity) if is_lean(model.config) else TransformersTarget(model, capacity)
 
 
@@ -96,7 +120,9 @@ def stop_ids(path: Path, tokenizer: Any) -> frozenset[int]:
 
 
 def _source(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Where transformers finds the target, and the options that say how. Raises InputError if there is nothing to read."""
+    """Where transformers finds the target, and the options that say how. Raises InputError if there is nothing to
+    read.
+    """
     if path.is_file() and path.suffix == ".gguf":
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from local_runner.engines.torch.cache import PreallocatedCache, require_rollback
-from local_runner.engines.torch.lean import LeanModel
+from local_runner.engines.torch.lean import LeanModel, head_size, is_lean, layer_weights
 from sglang_dspark.errors import InputError
+from sglang_dspark.native.decoder import Decoder, Shape
 
 
 class TorchTarget:
@@ -24,17 +25,13 @@ class TorchTarget:
         self.length = 0
         self.taps: tuple[int, ...] = ()
         """Decoder layers whose outputs the next forwards keep; -1 is the embedding."""
-        self._features: Tensor | None = None
-
-    @property
-    def embedding(self) -> Tensor:
+        self.embedding: Tensor
         """The token embedding [V, d], without any scale."""
-        raise NotImplementedError
-
-    @property
-    def lm_head(self) -> Tensor:
+        self.lm_head: Tensor
         """The output matrix [V, d]."""
-        raise NotImplementedError
+        self.project: Callable[[Tensor], Tensor] | None = None
+        """A quicker product with `lm_head` than with the plain matrix, if there is one."""
+        self._features: Tensor | None = None
 
     def features(self, count: int) -> Tensor:
         """The tapped outputs of the first `count` tokens of the last forward, [count, len(taps)·d]."""
@@ -56,8 +53,7 @@ class TorchTarget:
         """Append `tokens`; logits [len(tokens), V], or [1, V] of the last one."""
         if self.length + len(tokens) > self.context_length:
             raise ValueError(f"{len(tokens)} tokens after {self.length} do not fit in {self.context_length}")
-        # Not inference mode: what was compiled for ordinary tensors would be compiled anew for these.
-        with torch.no_grad():
+        with torch.inference_mode():
             logits = self._run(torch.tensor(tokens, device=self.device), last_only)
         self.length += len(tokens)
         return logits
@@ -74,18 +70,62 @@ class LeanTarget(TorchTarget):
         super().__init__(config.vocab_size, config.num_hidden_layers, config.hidden_size, context_length, model.device)
         with torch.no_grad():
             self.model = LeanModel(model, context_length)
-
-    @property
-    def embedding(self) -> Tensor:
-        return self.model.embedding
-
-    @property
-    def lm_head(self) -> Tensor:
-        return self.model.head_weight
+        self.embedding, self.lm_head, self.project = self.model.embedding, self.model.head_weight, self.model.head
 
     def _run(self, tokens: Tensor, last_only: bool) -> Tensor:
+        logits: Tensor
         logits, self._features = self.model(tokens, self.length, self.taps, last_only)
         return logits
+
+
+class NativeTarget(TorchTarget):
+    """A target computed by the compiled kernel, for which `fits` holds. Takes `model` apart, like `LeanTarget`."""
+
+    def __init__(self, model: Any, context_length: int, progress: Callable[[str], None]) -> None:
+        config, inner = model.config, model.model
+        super().__init__(config.vocab_size, config.num_hidden_layers, config.hidden_size, context_length, model.device)
+        layers = []
+        for index in range(self.layers):
+            layers.append(layer_weights(inner.layers[index]))
+            inner.layers[index] = None
+        self.embedding, self.lm_head = inner.embed_tokens.weight, model.lm_head.weight
+        positions = torch.arange(context_length)[None]
+        cos, sin = (table[0] for table in inner.rotary_emb(torch.zeros(1, 1), positions))
+        half = sin.shape[-1] // 2
+        rope = torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)])
+        self._decoder = Decoder(
+            _shape(config, context_length),
+            layers,
+            self.embedding,
+            self.lm_head,
+            inner.norm.weight,
+            rope,
+            causal=True,
+            progress=progress,
+        )
+
+    @staticmethod
+    def fits(model: Any) -> bool:
+        """Whether the kernel computes this model, on this device and in this precision."""
+        here = model.device.type == "cpu" and model.dtype is torch.bfloat16
+        return here and is_lean(model.config) and _shape(model.config, 1).fits()
+
+    def _run(self, tokens: Tensor, last_only: bool) -> Tensor:
+        logits, self._features = self._decoder.forward(tokens, self.length, self.taps, last_only)
+        return logits
+
+
+def _shape(config: Any, capacity: int) -> Shape:
+    return Shape(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=head_size(config),
+        inner=config.intermediate_size,
+        vocab=config.vocab_size,
+        capacity=capacity,
+        eps=config.rms_norm_eps,
+    )
 
 
 class TransformersTarget(TorchTarget):
@@ -96,22 +136,14 @@ class TransformersTarget(TorchTarget):
         require_rollback(config)
         super().__init__(config.vocab_size, config.num_hidden_layers, config.hidden_size, context_length, model.device)
         self.model = model
+        self.embedding = model.get_input_embeddings().weight.detach()
+        self.lm_head = model.get_output_embeddings().weight.detach()
         self._cache = PreallocatedCache(context_length)
         self._outputs: dict[int, Tensor] = {}
         for index, layer in enumerate(decoder_layers(model, config.num_hidden_layers)):
             layer.register_forward_hook(self._keep(index))
             if index == 0:
                 layer.register_forward_pre_hook(self._keep_input, with_kwargs=True)
-
-    @property
-    def embedding(self) -> Tensor:
-        weight: Tensor = self.model.get_input_embeddings().weight.detach()
-        return weight
-
-    @property
-    def lm_head(self) -> Tensor:
-        weight: Tensor = self.model.get_output_embeddings().weight.detach()
-        return weight
 
     def truncate(self, length: int) -> None:
         super().truncate(length)
@@ -151,6 +183,7 @@ def decoder_layers(model: Any, count: int) -> nn.ModuleList:
     ]
     if len(found) != 1:
         raise InputError(
-            f"The decoder layers of {type(model).__name__} could not be told from its modules; DSpark cannot tap this target."
+            f"The decoder layers of {type(model).__name__} could not be told from its modules, so DSpark cannot tap this"
+            " target."
         )
     return found[0]

@@ -18,17 +18,18 @@ from sglang_dspark.decoding.sampling import History, Purpose, SamplingParams, pr
 from sglang_dspark.errors import InputError
 
 V = 12
-# No sum of few probabilities of small whole logits comes within rounding of these.
+# Penalties and biases are exact in binary, so equal logits are equal in float32 and in float64. No sum of few
+# probabilities of such logits comes within rounding of these top_p and min_p.
 PARAMS = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.31, 1.0, 1.7]),
     top_k=st.integers(0, V + 2),
     top_p=st.sampled_from([0.013171, 0.371317, 0.623417, 0.951373, 1.0]),
     min_p=st.sampled_from([0.0, 0.0513171, 0.413717, 1.0]),
-    repetition_penalty=st.sampled_from([1.0, 0.7, 1.3]),
-    presence_penalty=st.sampled_from([0.0, -0.5, 0.9]),
-    frequency_penalty=st.sampled_from([0.0, -0.2, 0.6]),
-    logit_bias=st.dictionaries(st.integers(0, V - 1), st.sampled_from([-100.0, -1.3, 2.1]), max_size=3),
+    repetition_penalty=st.sampled_from([1.0, 0.5, 2.0]),
+    presence_penalty=st.sampled_from([0.0, -0.5, 1.25]),
+    frequency_penalty=st.sampled_from([0.0, -0.25, 0.75]),
+    logit_bias=st.dictionaries(st.integers(0, V - 1), st.sampled_from([-100.0, -1.25, 2.0]), max_size=3),
 )
 TOKENS = st.lists(st.integers(0, V - 1), max_size=8)
 
@@ -165,6 +166,11 @@ def test_sampling_inverts_the_cumulative_distribution(weights: list[float], u: f
     assert weights[token] > 0
     below, upto = sum(weights[:token]), sum(weights[: token + 1])
     assert below / sum(weights) - 1e-7 <= u <= upto / sum(weights) + 1e-7
+
+
+def test_a_token_holds_its_lower_end_and_not_its_upper() -> None:
+    probs = torch.tensor([0.0, 0.25, 0.75]).expand(3, 3)
+    assert sample(probs, torch.tensor([0.0, 0.25 - 2**-50, 0.25], dtype=torch.float64)).tolist() == [1, 1, 2]
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53, 1.0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_dspark.decoding.sampling import SamplingParams, probabilities
+from sglang_dspark.decoding.sampling import SamplingParams, probabilities, sample
 from sglang_dspark.decoding.verify import accept_greedy, accept_point_mass, accept_sampled
 
 V = 5
@@ -36,6 +36,14 @@ def test_equal_distributions_accept_everything() -> None:
     accepted, following = accept_sampled(p, p[:, :2], drafted, scheduled, almost_one[:, :2], almost_one)
     assert (accepted == 2).all()
     assert (p[torch.arange(500), 2, following] > 0).all(), "the bonus is drawn from p"
+
+
+def test_the_next_token_is_drawn_with_the_number_of_its_position() -> None:
+    p, u_next = distributions(400, 3, seed=16), uniform(400, 3, seed=17)
+    drafted, scheduled, r = p[:, :2].argmax(-1), torch.arange(400) % 3, torch.arange(400)
+    accepted, following = accept_sampled(p, p[:, :2], drafted, scheduled, torch.zeros(400, 2), u_next)
+    assert torch.equal(accepted, scheduled)
+    assert torch.equal(following, sample(p[r, accepted], u_next[r, accepted]))
 
 
 def test_a_rejection_never_returns_its_draft_nor_what_the_target_excludes() -> None:

@@ -178,25 +178,3 @@ def test_a_faulty_model_is_noticed(
 def test_features_of_the_wrong_token_are_noticed(pair: Pair) -> None:
     with pytest.raises(AssertionError):
         check(*pair, late, 1)
-
-
-@pytest.mark.slow
-def test_compiled_blocks_equal_eager_ones(pair: Pair) -> None:
-    """Across a doubling of the compiled span, and with tokens chosen by the caller."""
-    folder, target, _ = pair
-    cpu = torch.device("cpu")
-    eager, compiled = (
-        load_draft(folder / "draft", target.info, dtype=torch.float32, device=cpu, context_length=300) for _ in range(2)
-    )
-    compiled.compile()
-    features = torch.randn(300, eager.config.feature_size)
-    for length in (1, 17, 240, 253, 290, 299):
-        for choose in (None, lambda k, logits: k + 5):
-            blocks = []
-            for draft in (eager, compiled):
-                draft.observe(features[draft.length : length], draft.length)
-                blocks.append(draft.draft(3, length, choose))
-            assert blocks[0].tokens == blocks[1].tokens
-            torch.testing.assert_close(blocks[0].logits, blocks[1].logits, atol=TOLERANCE, rtol=0)
-            torch.testing.assert_close(blocks[0].hidden, blocks[1].hidden, atol=TOLERANCE, rtol=0)
-            np.testing.assert_allclose(blocks[0].confidence_logits, blocks[1].confidence_logits, atol=TOLERANCE)
