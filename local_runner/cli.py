@@ -168,7 +168,7 @@ def chat(
     """Talk with the model. /reset forgets the conversation, /quit ends it, Ctrl-C stops an answer."""
     from local_runner.chat import chat as converse
 
-    decoding = settings.decoding()
+    decoding = settings.decoding(suited=True)
     engine, _ = open_engine(settings, say)
     mode: Mode = "dspark" if engine.block and not plain else "plain"
     converse(engine, decoding.measured(engine) if mode == "dspark" else decoding, mode, system, say)

@@ -38,6 +38,10 @@ class Engine(Protocol):
         """γ, or 0 without a draft."""
 
     @property
+    def has_confidence(self) -> bool:
+        """Whether the draft judges its own tokens."""
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end an answer."""
 
@@ -89,13 +93,15 @@ class Decoding:
 
     max_new_tokens: int
     sampling: SamplingParams
-    schedule: Schedule
+    schedule: Schedule | None
+    """None until `measured` has found one."""
     draft_style: DraftStyle = "greedy"
     stop_strings: tuple[str, ...] = ()
 
     def request(self, engine: Engine, prompt_ids: Sequence[int], mode: Mode, name: str) -> Request:
         """The request that decodes `prompt_ids` plainly or with DSpark."""
         from local_runner.engines.base import Request
+        from sglang_dspark.decoding.schedule import Fixed
 
         return Request(
             prompt_ids=tuple(prompt_ids),
@@ -103,15 +109,20 @@ class Decoding:
             sampling=self.sampling,
             stop_ids=engine.stop_ids,
             stop_strings=self.stop_strings,
-            schedule=self.schedule if mode == "dspark" else None,
+            schedule=(self.schedule or Fixed()) if mode == "dspark" else None,
             draft_style=self.draft_style,
             name=name,
         )
 
     def measured(self, engine: Engine) -> Decoding:
-        """This, with the engine's cost curve where the schedule needs one."""
-        from sglang_dspark.decoding.schedule import Algorithm1
+        """This, with the engine's cost curve where the schedule needs one.
 
+        Where none is given, that is Algorithm 1 for a draft with a confidence head, and whole blocks for others.
+        """
+        from sglang_dspark.decoding.schedule import Algorithm1, Fixed
+
+        if self.schedule is None:
+            return replace(self, schedule=Algorithm1(engine.cost_curve()) if engine.has_confidence else Fixed())
         if isinstance(self.schedule, Algorithm1) and self.schedule.curve is None:
             return replace(self, schedule=Algorithm1(engine.cost_curve()))
         return self

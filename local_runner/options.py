@@ -64,7 +64,7 @@ class Settings:
         str | None,
         _drafting(
             "--schedule",
-            "How much of a drafted block to verify; all of it unless told.",
+            "How much of a drafted block to verify. Default: all of it; in race and chat, what pays, by algorithm1.",
             metavar="fixed[:K]|threshold:T|algorithm1",
         ),
     ] = None
@@ -88,8 +88,11 @@ class Settings:
         _engine("--compile/--no-compile", "The compiled CPU kernel, or PyTorch alone. Default: compiled where it can."),
     ] = None
 
-    def decoding(self) -> Decoding:
-        """What they say about decoding. Raises InputError with the one that cannot be."""
+    def decoding(self, *, suited: bool = False) -> Decoding:
+        """What they say about decoding. Raises InputError with the one that cannot be.
+
+        Where no schedule is given, whole blocks are verified or, with `suited`, what `Decoding.measured` finds.
+        """
         from sglang_dspark.decoding.sampling import SamplingParams
 
         if self.stop and not all(self.stop):
@@ -107,16 +110,17 @@ class Settings:
         return Decoding(
             max_new_tokens=self.max_new_tokens,
             sampling=sampling if sampling.greedy else sampling.with_seed(),
-            schedule=self._schedule(),
+            schedule=self._schedule(None if suited else "fixed"),
             draft_style=self.draft_style,
             stop_strings=tuple(self.stop or ()),
         )
 
-    def _schedule(self) -> Schedule:
+    def _schedule(self, default: str | None) -> Schedule | None:
         from sglang_dspark.decoding.schedule import Threshold, parse_schedule
 
         if self.confidence_threshold is None:
-            return parse_schedule(self.schedule or "fixed")
+            name = self.schedule or default
+            return None if name is None else parse_schedule(name)
         if self.schedule is not None:
             raise InputError("--confidence-threshold is a schedule of its own; drop it or --schedule.")
         return Threshold(self.confidence_threshold)

@@ -37,7 +37,7 @@ def run(
     say: Callable[[str], None],
 ) -> None:
     """Race, show, store. Raises typer.Exit with 1 if the tokens are not the same, with 130 if it was interrupted."""
-    decoding = settings.decoding()
+    decoding = settings.decoding(suited=True)
     to_stdout = json_file is not None and str(json_file) == "-"
     console = Console(stderr=to_stdout)
     with ExitStack() as stack:

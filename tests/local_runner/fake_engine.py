@@ -55,6 +55,7 @@ class FakeEngine:
         self.plain_s, self.dspark_s, self.sleep_s = plain_s, dspark_s, sleep_s
         self.stop_ids = frozenset({999})
         self.notes: list[str] = []
+        self.has_confidence = False
         self.description: dict[str, Any] = {
             "engine": "fake",
             "device": "cpu",

@@ -100,6 +100,11 @@ class TorchEngine:
         """γ, or 0 without a draft."""
         return 0 if self.draft is None else self.draft.block
 
+    @property
+    def has_confidence(self) -> bool:
+        """Whether the draft judges its own tokens."""
+        return self.draft is not None and self.draft.config.confidence
+
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation in the target's chat template, or of its last text where there is no template."""
         if self.tokenizer.chat_template:
