@@ -55,5 +55,5 @@ torch=$(sed -n 's/^ *"\(torch[><=].*\)",$/\1/p' pyproject.toml)
 echo "Installing PyTorch into $venv (200 MB to 3 GB, once)"
 install_torch
 echo "Installing sglang-dspark${extras:+ with $extras} into $venv"
-"$venv/bin/pip" install --quiet --editable ".${extras:+[$extras]}"
+"$venv/bin/pip" install --quiet --quiet --editable ".${extras:+[$extras]}"
 echo "$wanted" >"$stamp"

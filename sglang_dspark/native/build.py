@@ -16,7 +16,7 @@ from sglang_dspark.errors import InputError
 from sglang_dspark.paths import store_root
 
 SOURCE = Path(__file__).with_name("kernel.cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-pthread", "-shared", "-fPIC")
 
 
 def find_compiler() -> str | None:

@@ -2,18 +2,22 @@
 //
 // Everything heavy is one product, `gemm`: rows of bfloat16 times a matrix in tiles of 16 outputs, each tile holding pairs
 // of inputs side by side, [outputs/16][inputs/2][16][2]. Keys and values are kept in that layout too, so attention is the
-// same product twice. One parallel region spans all layers; threads meet at barriers.
+// same product twice. Threads walk through the phases of a whole pass together (see Walk).
 //
 // Each output is summed over its inputs in one order, however many rows and threads there are. So a row comes out the same
 // to the last bit whether it is decoded alone or verified in a block, and greedy decoding with drafts cannot differ from
 // plain decoding.
 
-#include <omp.h>
-
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #ifdef __AVX512BF16__
@@ -192,14 +196,130 @@ struct Range {
     int from, to;
 };
 
-// This thread's share of `count` things, in order.
-Range share(int count) {
-    int threads = omp_get_num_threads(), me = omp_get_thread_num();
-    return {int(int64_t(count) * me / threads), int(int64_t(count) * (me + 1) / threads)};
+// Part `index` of `parts` of `count` things, in order.
+Range part(int count, int parts, int index) {
+    return {int(int64_t(count) * index / parts), int(int64_t(count) * (index + 1) / parts)};
 }
 
+// Awake for a moment, because what is waited for is nearly there, then asleep, because it may need this very core.
+template <class T>
+void wait_while(std::atomic<T>& value, T unwanted) {
+    for (int i = 0; i < 4000; ++i) {
+        if (value.load(std::memory_order_acquire) != unwanted) return;
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    }
+    while (value.load(std::memory_order_acquire) == unwanted) value.wait(unwanted);
+}
+
+struct alignas(64) Phase {
+    std::atomic<int> claimed{0}, done{0}, over{0};
+};
+
+// One thread's way through the phases of a pass. A phase is cut into pieces that threads claim one by one, and it is over
+// when all are done. So a thread that another program keeps from running claims nothing and is waited for by nobody; fixed
+// shares and barriers would wait for it at every phase, hundreds of times a pass.
+class Walk {
+    std::vector<Phase>& phases;
+    size_t next = 0;
+
+public:
+    const int thread, threads;
+
+    Walk(std::vector<Phase>& all, int me, int count) : phases(all), thread(me), threads(count) {}
+
+    // work(index) for each index below `pieces`, by whichever thread; returns when all of it is done.
+    template <class Work>
+    void phase(int pieces, Work work) {
+        Phase& here = phases[next++];
+        for (int piece; (piece = here.claimed.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
+            work(piece);
+            if (here.done.fetch_add(1, std::memory_order_acq_rel) + 1 == pieces) {
+                here.over.store(1, std::memory_order_release);
+                here.over.notify_all();
+            }
+        }
+        wait_while(here.over, 0);
+    }
+
+    // work(first, last) for `count` things in so many pieces a thread: one where the work is small against a claim.
+    template <class Work>
+    void split(int count, int each, Work work) {
+        int pieces = std::min(count, threads == 1 ? 1 : each * threads);
+        phase(pieces, [&](int piece) {
+            Range mine = part(count, pieces, piece);
+            work(mine.from, mine.to);
+        });
+    }
+};
+
+constexpr int PIECES = 2;  // of a product, a thread: measured; more cost more claims than they even out
+
+struct Job {
+    int threads;
+    std::function<void(Walk&)> body;
+    std::vector<Phase> phases;
+};
+
+// The threads that help the caller of a pass. They never hold it up: a pass is over when its last phase is, and a helper
+// that comes late finds every piece claimed. So a body may touch what its caller owns in pieces only.
+class Crew {
+    std::mutex door;
+    std::shared_ptr<Job> job;
+    std::atomic<uint32_t> posted{0};
+    std::atomic<int> inside{0};
+    int helpers = 0;
+
+    void help(int me) {
+        for (uint32_t seen = 0;;) {
+            wait_while(posted, seen);
+            std::shared_ptr<Job> mine;
+            {
+                std::lock_guard<std::mutex> lock(door);
+                seen = posted.load();
+                if (job && me < job->threads) mine = job;
+                if (mine) ++inside;
+            }
+            if (!mine) continue;
+            Walk walk(mine->phases, me, mine->threads);
+            mine->body(walk);
+            mine.reset();
+            --inside;
+        }
+    }
+
+public:
+    void run(int threads, size_t phases, std::function<void(Walk&)> body) {
+        auto mine = std::make_shared<Job>(Job{threads, std::move(body), std::vector<Phase>(phases)});
+        {
+            std::lock_guard<std::mutex> lock(door);
+            for (; helpers < threads - 1; ++helpers) std::thread(&Crew::help, this, helpers + 1).detach();
+            job = mine;
+            ++posted;
+        }
+        posted.notify_all();
+        Walk walk(mine->phases, 0, threads);
+        mine->body(walk);
+        std::lock_guard<std::mutex> lock(door);
+        if (job == mine) job.reset();
+    }
+
+    void settle() {
+        while (inside.load() > 0) std::this_thread::yield();
+    }
+};
+
+// Never destroyed: its threads live as long as the process.
+Crew& crew() {
+    static Crew& only = *new Crew;
+    return only;
+}
+
+constexpr int PHASES_A_LAYER = 9;  // a tap and the eight of Pass::run
+
 struct Pass {
-    const Model& model;
+    const Model model;
     int rows, start;
     std::vector<float> x, projected;
     std::vector<bf16> normed, queries, mixed, gated;
@@ -219,24 +339,34 @@ struct Pass {
     }
 
     // normed = RMSNorm(x), also in float32 where `wide` asks for it.
-    void norm(const float* weight, int from_row = 0, float* wide = nullptr) {
-        Range mine = share(rows - from_row);
-        std::vector<float> own(wide ? 0 : model.hidden);
-        for (int m = from_row + mine.from; m < from_row + mine.to; ++m) {
-            float* row = wide ? wide + size_t(m) * model.hidden : own.data();
-            rms_norm(&x[size_t(m) * model.hidden], weight, model.hidden, model.eps, row);
-            for (int i = 0; i < model.hidden; ++i) normed[size_t(m) * model.hidden + i] = narrow(row[i]);
-        }
+    void norm(Walk& walk, const float* weight, int from_row = 0, float* wide = nullptr) {
+        walk.split(rows - from_row, 1, [&](int first, int last) {
+            std::vector<float> own(wide ? 0 : model.hidden);
+            for (int m = from_row + first; m < from_row + last; ++m) {
+                float* row = wide ? wide + size_t(m) * model.hidden : own.data();
+                rms_norm(&x[size_t(m) * model.hidden], weight, model.hidden, model.eps, row);
+                for (int i = 0; i < model.hidden; ++i) normed[size_t(m) * model.hidden + i] = narrow(row[i]);
+            }
+        });
     }
 
     // x += rows [rows, inputs] times tiles
-    void add_product(const std::vector<bf16>& in, int inputs, const bf16* w) {
-        Range mine = share(model.hidden / TILE);
-        gemm(rows, in.data(), inputs, w, size_t(inputs) * TILE, inputs / 2, mine.from, mine.to,
-             [&](int m, int n, floats sum) {
-                 float* at = &x[size_t(m) * model.hidden + n];
-                 store(at, load<floats>(at) + sum);
-             });
+    void add_product(Walk& walk, const std::vector<bf16>& in, int inputs, const bf16* w) {
+        walk.split(model.hidden / TILE, PIECES, [&](int first, int last) {
+            gemm(rows, in.data(), inputs, w, size_t(inputs) * TILE, inputs / 2, first, last, [&](int m, int n, floats sum) {
+                float* at = &x[size_t(m) * model.hidden + n];
+                store(at, load<floats>(at) + sum);
+            });
+        });
+    }
+
+    // Rows of normed inputs times the tiles of queries, keys and values from `from_tile` on.
+    void project(Walk& walk, const Layer& layer, int from_tile) {
+        int width = (model.heads + 2 * model.kv_heads) * model.head_dim;
+        walk.split(width / TILE - from_tile, PIECES, [&](int first, int last) {
+            gemm(rows, normed.data(), model.hidden, layer.qkv, size_t(model.hidden) * TILE, model.hidden / 2, from_tile + first,
+                 from_tile + last, [&](int m, int n, floats sum) { store(&projected[size_t(m) * width + n], sum); });
+        });
     }
 
     // One head of one row: norm, rotate, and put it where it belongs.
@@ -275,12 +405,12 @@ struct Pass {
     }
 
     // Up to 8 query rows from `first` on, of the heads that share key head `kv`.
-    void attend(const Layer& layer, int kv, int first) {
+    void attend(int thread, const Layer& layer, int kv, int first) {
         int size = model.head_dim, group = model.heads / model.kv_heads, all = rows * group;
         int count = std::min(8, all - first), length = start + rows, tiles = (length + TILE - 1) / TILE, width = tiles * TILE;
         float scale = 1.0f / std::sqrt(float(size)), total[8];
-        auto& score = scores[omp_get_thread_num()];
-        auto& weight = weights[omp_get_thread_num()];
+        auto& score = scores[thread];
+        auto& weight = weights[thread];
         score.resize(std::max(score.size(), size_t(8) * width));
         weight.resize(std::max(weight.size(), size_t(8) * width));
         const bf16* q = &queries[(size_t(kv) * all + first) * size];
@@ -314,59 +444,45 @@ struct Pass {
              });
     }
 
-    // Keys and values of rows whose normed inputs are ready, for a draft's context: no queries, no attention.
-    void remember(const Layer& layer) {
-        int size = model.head_dim, qkv = (model.heads + 2 * model.kv_heads) * size, kv = 2 * model.kv_heads;
-        Range mine = share(kv * size / TILE);
-        int first = model.heads * size / TILE;
-        gemm(rows, normed.data(), model.hidden, layer.qkv, size_t(model.hidden) * TILE, model.hidden / 2, first + mine.from,
-             first + mine.to, [&](int m, int n, floats sum) { store(&projected[size_t(m) * qkv + n], sum); });
-#pragma omp barrier
-        mine = share(rows * kv);
-        for (int i = mine.from; i < mine.to; ++i) place(layer, i / kv, model.heads + i % kv);
-#pragma omp barrier
-    }
-
     // Queries and keys are turned, values are kept as they are.
-    void place(const Layer& layer, int m, int head) {
-        if (head < model.heads + model.kv_heads) turn(layer, m, head);
-        else keep_value(layer, m, head - model.heads - model.kv_heads);
+    void place(Walk& walk, const Layer& layer, int from_head) {
+        int all = model.heads + 2 * model.kv_heads, count = all - from_head;
+        walk.split(rows * count, 1, [&](int first, int last) {
+            for (int i = first; i < last; ++i) {
+                int m = i / count, head = from_head + i % count;
+                if (head < model.heads + model.kv_heads) turn(layer, m, head);
+                else keep_value(layer, m, head - model.heads - model.kv_heads);
+            }
+        });
     }
 
-    void run(const Layer& layer) {
-        int size = model.head_dim, qkv = (model.heads + 2 * model.kv_heads) * size, group = model.heads / model.kv_heads;
-        norm(layer.before_attention);
-#pragma omp barrier
-        Range mine = share(qkv / TILE);
-        gemm(rows, normed.data(), model.hidden, layer.qkv, size_t(model.hidden) * TILE, model.hidden / 2, mine.from, mine.to,
-             [&](int m, int n, floats sum) { store(&projected[size_t(m) * qkv + n], sum); });
-#pragma omp barrier
-        int heads = model.heads + 2 * model.kv_heads;
-        mine = share(rows * heads);
-        for (int i = mine.from; i < mine.to; ++i) place(layer, i / heads, i % heads);
-#pragma omp barrier
-        int blocks = (rows * group + 7) / 8;
-        mine = share(model.kv_heads * blocks);
-        for (int i = mine.from; i < mine.to; ++i) attend(layer, i / blocks, i % blocks * 8);
-#pragma omp barrier
-        add_product(mixed, model.heads * size, layer.out);
-#pragma omp barrier
-        norm(layer.before_mlp);
-#pragma omp barrier
-        mine = share(model.inner / TILE);
-        size_t step = size_t(model.hidden) * TILE;
-        for (int t = mine.from; t < mine.to; ++t)
-            for (int m = 0; m < rows; m += 8) {
-                floats gate{};
-                rows_of<2>(std::min(8, rows - m), &normed[size_t(m) * model.hidden], model.hidden, layer.gate_up + t * step,
-                           size_t(model.inner) * model.hidden, model.hidden / 2, [&](int i, int is_up, floats sum) {
-                               if (!is_up) gate = silu(sum);
-                               else store(&gated[size_t(m + i) * model.inner + t * TILE], narrow(gate * sum));
-                           });
-            }
-#pragma omp barrier
-        add_product(gated, model.inner, layer.down);
-#pragma omp barrier
+    // Keys and values of rows whose normed inputs are ready, for a draft's context: no queries, no attention.
+    void remember(Walk& walk, const Layer& layer) {
+        project(walk, layer, model.heads * model.head_dim / TILE);
+        place(walk, layer, model.heads);
+    }
+
+    void run(Walk& walk, const Layer& layer) {
+        int size = model.head_dim, blocks = (rows * (model.heads / model.kv_heads) + 7) / 8;
+        norm(walk, layer.before_attention);
+        project(walk, layer, 0);
+        place(walk, layer, 0);
+        walk.phase(model.kv_heads * blocks, [&](int i) { attend(walk.thread, layer, i / blocks, i % blocks * 8); });
+        add_product(walk, mixed, model.heads * size, layer.out);
+        norm(walk, layer.before_mlp);
+        walk.split(model.inner / TILE, PIECES, [&](int first, int last) {
+            size_t step = size_t(model.hidden) * TILE;
+            for (int t = first; t < last; ++t)
+                for (int m = 0; m < rows; m += 8) {
+                    floats gate{};
+                    rows_of<2>(std::min(8, rows - m), &normed[size_t(m) * model.hidden], model.hidden, layer.gate_up + t * step,
+                               size_t(model.inner) * model.hidden, model.hidden / 2, [&](int i, int is_up, floats sum) {
+                                   if (!is_up) gate = silu(sum);
+                                   else store(&gated[size_t(m + i) * model.inner + t * TILE], narrow(gate * sum));
+                               });
+                }
+        });
+        add_product(walk, gated, model.inner, layer.down);
     }
 };
 
@@ -379,92 +495,96 @@ extern "C" {
 // The caller checks that everything fits.
 void dspark_forward(const Model* model, const int64_t* tokens, int rows, int start, const int32_t* taps, int tap_count,
                     float* features, float* states, float* logits, int last_only) {
-    Pass pass(*model, rows, start);
-    int hidden = model->hidden;
+    auto pass = std::make_shared<Pass>(*model, rows, start);
+    int hidden = model->hidden, vocab = model->vocab, first = last_only ? rows - 1 : 0;
     for (int m = 0; m < rows; ++m)
-        for (int i = 0; i < hidden; ++i) pass.x[size_t(m) * hidden + i] = widen(model->embedding[tokens[m] * hidden + i]);
-    auto tap = [&](int layer) {
-        for (int t = 0; t < tap_count; ++t)
-            if (taps[t] == layer) {
-                Range mine = share(rows);
-                for (int m = mine.from; m < mine.to; ++m)
-                    std::copy_n(&pass.x[size_t(m) * hidden], hidden, features + (size_t(m) * tap_count + t) * hidden);
-            }
-    };
-#pragma omp parallel num_threads(model->threads)
-    {
-        tap(-1);
-        for (int i = 0; i < model->layers; ++i) {
-            pass.run(model->layer[i]);
-            tap(i);
+        for (int i = 0; i < hidden; ++i) pass->x[size_t(m) * hidden + i] = widen(model->embedding[tokens[m] * hidden + i]);
+    crew().run(model->threads, model->layers * PHASES_A_LAYER + 3, [=](Walk& walk) {
+        const Model& model = pass->model;
+        auto tap = [&](int layer) {
+            walk.phase(1, [&](int) {
+                for (int t = 0; t < tap_count; ++t)
+                    for (int m = 0; taps[t] == layer && m < rows; ++m)
+                        std::copy_n(&pass->x[size_t(m) * hidden], hidden, features + (size_t(m) * tap_count + t) * hidden);
+            });
+        };
+        for (int i = 0; i < model.layers; ++i) {
+            tap(i - 1);
+            pass->run(walk, model.layer[i]);
         }
-        int first = last_only ? rows - 1 : 0;
-        pass.norm(model->norm, first, states);
-#pragma omp barrier
-        Range mine = share(model->vocab / TILE);
-        const bf16* in = &pass.normed[size_t(first) * hidden];
-        size_t step = size_t(hidden) * TILE, vocab = model->vocab;
-        if (model->head)
-            gemm(rows - first, in, hidden, model->head, step, hidden / 2, mine.from, mine.to,
-                 [&](int m, int n, floats sum) { store(logits + m * vocab + n, sum); });
-        else
-            gemm(rows - first, in, hidden, model->small_head, step, hidden / 2, mine.from, mine.to,
-                 [&](int m, int n, floats sum) { store(logits + m * vocab + n, sum * load<floats>(model->head_scale + n)); });
-    }
+        tap(model.layers - 1);
+        pass->norm(walk, model.norm, first, states);
+        const bf16* in = &pass->normed[size_t(first) * hidden];
+        size_t step = size_t(hidden) * TILE;
+        walk.split(vocab / TILE, 8, [&](int from, int to) {
+            auto at = [&](int m, int n) { return logits + size_t(m) * vocab + n; };
+            if (model.head)
+                gemm(rows - first, in, hidden, model.head, step, hidden / 2, from, to,
+                     [&](int m, int n, floats sum) { store(at(m, n), sum); });
+            else
+                gemm(rows - first, in, hidden, model.small_head, step, hidden / 2, from, to,
+                     [&](int m, int n, floats sum) { store(at(m, n), sum * load<floats>(model.head_scale + n)); });
+        });
+    });
 }
 
 // A draft's context: features [rows, width] of positions start.. become keys and values of every layer.
 void dspark_context(const Model* model, const float* features, int rows, int width, int start, const bf16* fuse,
                     const float* fuse_norm) {
-    Pass pass(*model, rows, start);
-    std::vector<bf16> input(size_t(rows) * width);
-#pragma omp parallel num_threads(model->threads)
-    {
-        Range mine = share(rows);
-        for (size_t i = size_t(mine.from) * width; i < size_t(mine.to) * width; ++i) input[i] = narrow(features[i]);
-#pragma omp barrier
-        pass.add_product(input, width, fuse);
-#pragma omp barrier
-        pass.norm(fuse_norm);
-#pragma omp barrier
-        for (int i = 0; i < model->layers; ++i) pass.remember(model->layer[i]);
-    }
+    auto pass = std::make_shared<Pass>(*model, rows, start);
+    auto input = std::make_shared<std::vector<bf16>>(size_t(rows) * width);
+    for (size_t i = 0; i < input->size(); ++i) (*input)[i] = narrow(features[i]);
+    crew().run(model->threads, model->layers * PHASES_A_LAYER + 2, [=](Walk& walk) {
+        pass->add_product(walk, *input, width, fuse);
+        pass->norm(walk, fuse_norm);
+        for (int i = 0; i < pass->model.layers; ++i) pass->remember(walk, pass->model.layer[i]);
+    });
 }
 
 // The sequential head: adds B_k = W1[x_{k-1}] W2 to row k of logits [rows, vocab] and takes the argmax, from left to right.
 // w1 is [vocab, rank] and w2 in tiles. tokens[0] is the anchor; tokens[1..rows] are written.
 void dspark_chain(const Model* model, const bf16* w1, const bf16* w2, int rank, int rows, float* logits, int64_t* tokens) {
-    std::vector<float> most(model->threads);
-    std::vector<int> where(model->threads);
-#pragma omp parallel num_threads(model->threads)
-    {
-        int me = omp_get_thread_num();
-        Range mine = share(model->vocab / TILE);
+    // The vocabulary is cut the same for any number of threads, and the first of equals wins: so does `argmax`.
+    constexpr int CUTS = 16;
+    struct Best {
+        float value;
+        int token;
+    };
+    auto found = std::make_shared<std::vector<Best>>(size_t(rows) * CUTS);
+    int64_t anchor = tokens[0];
+    int vocab = model->vocab;
+    crew().run(model->threads, rows, [=](Walk& walk) {
+        int64_t before = anchor;
         for (int k = 0; k < rows; ++k) {
-            float* row = logits + size_t(k) * model->vocab;
-            floats best = splat(-INFINITY);
-            ints at = {};
-            const ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-            gemm(1, w1 + tokens[k] * rank, rank, w2, size_t(rank) * TILE, rank / 2, mine.from, mine.to, [&](int, int n, floats bias) {
-                floats sum = load<floats>(row + n) + bias;
-                store(row + n, sum);
-                ints greater = sum > best;
-                at = greater ? lanes + n : at;
-                best = greater ? sum : best;
+            Best* best_of = &(*found)[size_t(k) * CUTS];
+            walk.phase(CUTS, [&](int piece) {
+                Range mine = part(vocab / TILE, CUTS, piece);
+                float* row = logits + size_t(k) * vocab;
+                floats best = splat(-INFINITY);
+                ints at = {};
+                const ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+                gemm(1, w1 + before * rank, rank, w2, size_t(rank) * TILE, rank / 2, mine.from, mine.to,
+                     [&](int, int n, floats bias) {
+                         floats sum = load<floats>(row + n) + bias;
+                         store(row + n, sum);
+                         ints greater = sum > best;
+                         at = greater ? lanes + n : at;
+                         best = greater ? sum : best;
+                     });
+                Best& here = best_of[piece] = {-INFINITY, 0};
+                for (int i = 0; i < TILE; ++i)
+                    if (best[i] > here.value || (best[i] == here.value && at[i] < here.token)) here = {best[i], at[i]};
             });
-            most[me] = -INFINITY;
-            for (int i = 0; i < TILE; ++i)
-                if (best[i] > most[me] || (best[i] == most[me] && at[i] < where[me])) most[me] = best[i], where[me] = at[i];
-#pragma omp barrier
-#pragma omp single
-            {
-                int winner = 0;
-                for (int t = 1; t < omp_get_num_threads(); ++t)
-                    if (most[t] > most[winner]) winner = t;
-                tokens[k + 1] = where[winner];
-            }
+            int first = 0;
+            for (int piece = 1; piece < CUTS; ++piece)
+                if (best_of[piece].value > best_of[first].value) first = piece;
+            before = best_of[first].token;
+            if (walk.thread == 0) tokens[k + 1] = before;  // thread 0 is the caller itself
         }
-    }
+    });
 }
+
+// Returns when no helper reads a model any more, so that it can be freed.
+void dspark_settle() { crew().settle(); }
 
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -150,8 +149,12 @@ class TorchEngine:
         self.target.truncate(len(ids) - width)
         return float((self.target.forward(ids[-width:]).float() - single).abs().max())
 
-    def cost_curve(self, repeats: int = 5) -> CostCurve:
-        """Measured seconds of verifying 1..γ+1 rows and of drafting a block, at a context of up to 256 tokens."""
+    def cost_curve(self, repeats: int = 16) -> CostCurve:
+        """Measured seconds of verifying 1..γ+1 rows and of drafting a block, at a context of up to 256 tokens.
+
+        The row counts take turns, and the lower quartile of each counts: what else runs on the machine only adds time,
+        and a curve bent by it would schedule too much or too little for the whole session.
+        """
         context = min(256, self.target.context_length // 2)
         rows = tuple(range(1, self.block + 2))
         self._prefill([0] * (context + 1))
@@ -163,7 +166,7 @@ class TorchEngine:
                 if repeat:
                     times[k].append(time.perf_counter() - began)
                 self.target.truncate(context)
-        return CostCurve(rows, tuple(statistics.median(times[k]) for k in rows), self._draft_seconds(context, repeats))
+        return CostCurve(rows, tuple(_quartile(times[k]) for k in rows), self._draft_seconds(context, repeats))
 
     def _draft_seconds(self, context: int, repeats: int) -> float:
         """Seconds of drafting a block after `context` rows of made-up features, and of observing one row."""
@@ -179,13 +182,17 @@ class TorchEngine:
             self.draft.crop(context - 1)
             self.draft.observe(torch.zeros(1, width, device=self.target.device), context - 1)
             times.append(time.perf_counter() - began)
-        return statistics.median(times[1:])
+        return _quartile(times[1:])
 
     def _prefill(self, ids: Sequence[int]) -> None:
         """Start over with all but the last of `ids` in the target's cache."""
         self.target.reset()
         for start in range(0, len(ids) - 1, PREFILL_CHUNK):
             self.target.forward(ids[start : min(start + PREFILL_CHUNK, len(ids) - 1)], last_only=True)
+
+
+def _quartile(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 4]
 
 
 def load_engine(

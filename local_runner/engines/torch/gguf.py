@@ -29,18 +29,21 @@ def unpack_options(path: Path) -> dict[str, Any]:
     return options
 
 
+def kept_copy(path: Path) -> Path | None:
+    """The folder that `unpacked` made of this very file earlier, or None."""
+    folder = _place(path)
+    return folder if folder.is_dir() else None
+
+
 def unpacked(path: Path) -> Path | None:
     """A folder in transformers format, float32, with the weights and tokenizer of a GGUF file; made at first use.
 
     None where the file is too large to keep twice or there is nowhere to keep it. A file that changed is unpacked anew.
     """
-    about = path.stat()
-    if about.st_size > LARGEST_KEPT:
-        return None
-    root = store_root() / "unpacked"
-    folder = root / f"{path.stem}-{about.st_size}-{about.st_mtime_ns}"
-    if folder.is_dir():
-        return folder
+    folder = _place(path)
+    if path.stat().st_size > LARGEST_KEPT or folder.is_dir():
+        return kept_copy(path)
+    root = folder.parent
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, dtype=torch.float32, local_files_only=True, **unpack_options(path)
     )
@@ -58,6 +61,11 @@ def unpacked(path: Path) -> Path | None:
             shutil.rmtree(part, ignore_errors=True)
         return folder if folder.is_dir() else None
     return folder
+
+
+def _place(path: Path) -> Path:
+    about = path.stat()
+    return store_root() / "unpacked" / f"{path.stem}-{about.st_size}-{about.st_mtime_ns}"
 
 
 def _write(model: Any, folder: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,12 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from local_runner.engines.torch.gguf import unpack_options, unpacked
+from local_runner.engines.torch.gguf import kept_copy, unpack_options, unpacked
 from local_runner.engines.torch.lean import is_lean
 from local_runner.engines.torch.target import LeanTarget, NativeTarget, TorchTarget, TransformersTarget
 from sglang_dspark.checkpoints.tensors import open_tensors
 from sglang_dspark.errors import InputError
-from sglang_dspark.native.build import find_compiler
+from sglang_dspark.native.build import find_compiler, load_kernel
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -62,6 +65,8 @@ def load_target(
     `compile` says whether to run it on the compiled kernel; None does where the kernel computes such a target and there
     is a compiler to build it.
     """
+    if path.suffix == ".gguf" and path.is_file() and kept_copy(path) is None:
+        progress(f"Unpacking {path.name} (once)")
     where, options = _source(path)
     if not options:
         open_tensors(where)  # refuses pickles, truncated files and bad headers before anything is allocated
@@ -75,7 +80,14 @@ def load_target(
             f"A context of {context_length} tokens does not fit the target at {path}, which allows {most}."
         )
     model, info = _read(
-        AutoModelForCausalLM.from_pretrained, path, where, dtype=dtype, output_loading_info=True, **LOCAL, **options
+        AutoModelForCausalLM.from_pretrained,
+        path,
+        where,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
+        **LOCAL,
+        **options,
     )
     for key, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape for")):
         if info[key]:
@@ -90,9 +102,21 @@ def load_target(
             f"The compiled mode runs Llama- and Qwen3-shaped targets in bfloat16 on a CPU, which {path.name} as"
             f" {str(dtype).removeprefix('torch.')} on {device.type} is not; leave --compile out."
         )
-    if compile or (compile is None and fits and find_compiler() is not None):
+    if compile or (compile is None and fits and _kernel_is_ready(progress)):
         return NativeTarget(model, capacity, progress)
     return LeanTarget(model, capacity) if is_lean(model.config) else TransformersTarget(model, capacity)
+
+
+def _kernel_is_ready(progress: Callable[[str], None]) -> bool:
+    """Whether the compiled kernel is there, built now if need be. Where it cannot be built, PyTorch alone will do."""
+    if find_compiler() is None:
+        return False
+    try:
+        load_kernel(progress)
+    except InputError as error:
+        progress(f"Note: {error}")
+        return False
+    return True
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -141,7 +165,9 @@ def _read(reader: Any, path: Path, where: Path, **options: Any) -> Any:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     try:
-        return reader(where, **options)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        # Unpacking a GGUF file draws a bar that no setting of transformers hides.
+        with contextlib.redirect_stderr(io.StringIO()):
+            return reader(where, **options)
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, struct.error) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"transformers cannot read {path}: {reason}") from error

@@ -183,7 +183,7 @@ def decoder_layers(model: Any, count: int) -> nn.ModuleList:
     ]
     if len(found) != 1:
         raise InputError(
-            f"The decoder layers of {type(model).__name__} could not be told from its modules, so DSpark cannot tap this"
-            " target."
+            f"The decoder layers of {type(model).__name__} could not be told from its modules, so DSpark cannot tap it;"
+            " choose another target."
         )
     return found[0]
