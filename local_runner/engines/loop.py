@@ -5,15 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from local_runner.engines.base import Draft, Drafter, Request, Target
 from sglang_dspark.decoding.rounds import Round
-from sglang_dspark.decoding.sampling import History, Purpose, SamplingParams, probabilities, sample, uniforms
+from sglang_dspark.decoding.sampling import History, Purpose, SamplingParams, argmax, probabilities, sample, uniforms
 from sglang_dspark.decoding.verify import accept_greedy, accept_point_mass, accept_sampled
 from sglang_dspark.errors import InputError
+
+WINDOW = 1
+"""Drafted tokens that are judged at a time when their rows have to be processed first."""
 
 PREFILL_CHUNK = 256
 """Prompt tokens a forward takes at once: bounds the memory of activations and the wait before a cancellation."""
@@ -107,6 +111,20 @@ def check(target: Target, drafter: Drafter | None, request: Request) -> None:
         raise InputError(f"The draft style is '{request.draft_style}', but must be 'greedy' or 'sampled'.")
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run small tensor operations on the calling thread.
+
+    A second thread would save microseconds, and then wait awake for more work on a core that the next forward needs.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 @dataclass(slots=True)
 class Picker:
     """Chooses the tokens of one request: the draft's, and from the target's rows the accepted and the next one."""
@@ -138,12 +156,13 @@ class Picker:
         u = uniforms(self._seed, Purpose.DRAFT, position + 1, block, anchor=position)
 
         def choose(k: int, logits: torch.Tensor) -> int:
-            row = self.history.process(logits.unsqueeze(0), before)
-            if self._sampled:
-                self._q.append(probabilities(row, self.params))
-                token = int(sample(self._q[-1], u[k : k + 1]))
-            else:
-                token = int(row.argmax())
+            with one_thread():
+                row = self.history.process(logits.unsqueeze(0), before)
+                if self._sampled:
+                    self._q.append(probabilities(row, self.params))
+                    token = int(sample(self._q[-1], u[k : k + 1]))
+                else:
+                    token = int(argmax(row))
             before.append(token)
             return token
 
@@ -154,19 +173,35 @@ class Picker:
 
         Row i is the target's after the token at `position + i`.
         """
-        k = len(drafted)
-        block = torch.tensor([drafted], dtype=torch.long, device=logits.device)
-        scheduled = torch.tensor([k], device=logits.device)
+        with one_thread():
+            return self._verify(logits, drafted, position)
+
+    def _verify(self, logits: torch.Tensor, drafted: Sequence[int], position: int) -> tuple[int, int]:
+        if self.params.plain_greedy:
+            return self._accept(logits, drafted, 0, position)
+        # Most blocks are rejected early, and a row costs several passes over the vocabulary: look at a few at a time.
+        done = 0
+        while True:
+            window = drafted[done : done + WINDOW]
+            rows = self.history.process(logits[done : done + len(window) + 1], drafted[: done + len(window)])
+            accepted, token = self._accept(rows, window, done, position)
+            done += accepted
+            if accepted < len(window) or done == len(drafted):
+                return done, token
+
+    def _accept(self, rows: torch.Tensor, drafted: Sequence[int], first: int, position: int) -> tuple[int, int]:
+        """`verify` for the drafts from index `first` on, given processed rows [len(drafted) + 1, V]."""
+        k, after = len(drafted), position + first + 1
+        block = torch.tensor([drafted], dtype=torch.long, device=rows.device)
+        scheduled = torch.tensor([k], device=rows.device)
         if self.params.greedy:
-            rows = logits if self.params.plain_greedy else self.history.process(logits, drafted)
-            # In float32, because the argmax of bfloat16 takes several times as long on a CPU.
-            accepted, token = accept_greedy(rows.float().argmax(-1).unsqueeze(0), block, scheduled)
+            accepted, token = accept_greedy(argmax(rows).unsqueeze(0), block, scheduled)
             return int(accepted), int(token)
-        p = probabilities(self.history.process(logits, drafted), self.params).unsqueeze(0)
-        u_next = uniforms(self._seed, Purpose.TARGET, position + 1, k + 1).unsqueeze(0)
+        p = probabilities(rows, self.params).unsqueeze(0)
+        u_next = uniforms(self._seed, Purpose.TARGET, after, k + 1).unsqueeze(0)
         if self._sampled and k:
-            q = torch.stack([row[0] for row in self._q[:k]]).unsqueeze(0)
-            u_accept = uniforms(self._seed, Purpose.ACCEPT, position + 1, k).unsqueeze(0)
+            q = torch.cat(self._q[first : first + k]).unsqueeze(0)
+            u_accept = uniforms(self._seed, Purpose.ACCEPT, after, k).unsqueeze(0)
             accepted, token = accept_sampled(p, q, block, scheduled, u_accept, u_next)
         else:
             accepted, token = accept_point_mass(p, block, scheduled, u_next)

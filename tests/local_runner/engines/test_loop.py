@@ -116,6 +116,36 @@ def test_a_seed_fixes_everything(tables: Tables, params: str, schedule: str, sty
         assert tokens(other) != tokens(first)
 
 
+class Same:
+    """Drafts from the target's own logits."""
+
+    block = 4
+
+    def __init__(self, target: Any) -> None:
+        self.target, self.last = target, 0
+
+    def reset(self) -> None:
+        pass
+
+    def observe(self, count: int) -> None:
+        self.last = self.target.last[count - 1]
+
+    def draft(self, anchor: int, position: int, choose: Any) -> Draft:
+        said = [self.last, anchor]
+        for k in range(self.block):
+            said.append(choose(k, self.target.table[said[-2], said[-1]]))
+        return Draft(said[2:])
+
+
+@pytest.mark.parametrize("params", SAMPLING)
+def test_a_draft_that_is_the_target_is_always_accepted(tables: Tables, params: str) -> None:
+    """Both go through the same penalties, biases and filters: p = q in every row, or equal argmaxes."""
+    target, _ = tables()
+    wanted = request(SAMPLING[params], Fixed(), draft_style="sampled", max_new_tokens=101)
+    rounds = list(decode(target, Same(target), wanted))
+    assert [r.accepted for r in rounds[1:]] == [4] * 20
+
+
 def test_without_a_seed_answers_differ(tables: Tables) -> None:
     target, _ = tables()
     assert len({tuple(tokens(list(decode(target, None, request(SamplingParams(1.0)))))) for _ in range(3)}) == 3
