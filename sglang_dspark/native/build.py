@@ -56,7 +56,12 @@ def load_kernel(progress: Callable[[str], None] = lambda message: None) -> ctype
 
 @cache
 def _load(library: Path) -> ctypes.CDLL:
-    return ctypes.CDLL(str(library))
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise InputError(
+            f"The compiled kernel {library} cannot be loaded ({error}); delete it, or use --no-compile."
+        ) from error
 
 
 def _run(command: list[str]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -133,6 +134,8 @@ class Decoder:
         progress: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.shape, self.kernel = shape, load_kernel(progress)
+        # A helping thread that comes late to a pass still looks at the layers before it finds that all is done.
+        weakref.finalize(self, self.kernel.dspark_settle)
         self._alive: list[Tensor] = []
         rows = -(-shape.capacity // TILE) * TILE
         cache = shape.kv_heads * rows * shape.head_dim

@@ -240,7 +240,7 @@ public:
                 here.over.notify_all();
             }
         }
-        wait_while(here.over, 0);
+        if (pieces > 0) wait_while(here.over, 0);
     }
 
     // work(first, last) for `count` things in so many pieces a thread: one where the work is small against a claim.

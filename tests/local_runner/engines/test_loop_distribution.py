@@ -97,14 +97,15 @@ def planted(*faults: tuple[str, str]) -> Decode:
 
 
 FAULTS = {
-    "q of another row": ("for row in self._q[:k]", "for row in [*self._q[1:], self._q[0]][:k]"),
+    "q of another row": ("self._q[first : first + k]", "self._q[max(first - 1, 0) :][:k]"),
+    "p of another row": ("self.history.process(logits[done :", "self.history.process(logits[max(done - 1, 0) :"),
     "q before the filters": (
-        "self._q.append(probabilities(row, self.params))\n                token = int(sample(self._q[-1]",
-        "self._q.append(row.softmax(-1))\n                token = int(sample(probabilities(row, self.params)",
+        "self._q.append(probabilities(row, self.params))\n                    token = int(sample(self._q[-1]",
+        "self._q.append(row.softmax(-1))\n                    token = int(sample(probabilities(row, self.params)",
     ),
     "one number drafts and accepts": (
-        "u_accept = uniforms(self._seed, Purpose.ACCEPT, position + 1, k)",
-        "u_accept = uniforms(self._seed, Purpose.DRAFT, position + 1, k, anchor=position)",
+        "uniforms(self._seed, Purpose.ACCEPT, after, k)",
+        "uniforms(self._seed, Purpose.DRAFT, after, k, anchor=position)",
     ),
     "every draft is accepted": ("u_accept, u_next)\n        else", "0 * u_accept, u_next)\n        else"),
     "the schedule sees what it admits": (
@@ -160,9 +161,9 @@ PENALTY_FAULTS = {
                                      "picker.history.extend(committed)",
                                      "_, anchor = picker.verify(logits, [], position)\n    "
                                      "committed, stop = stops.cut((anchor,), position)"),
-    "drafts are no history": ("p = probabilities(self.history.process(logits, drafted), self.params)",
-                              "p = probabilities(torch.cat([self.history.process(r[None]) for r in logits]),"
-                              " self.params)"),
+    "drafts are no history": ("self.history.process(logits[done : done + len(window) + 1], "
+                              "drafted[: done + len(window)])",
+                              "torch.cat([self.history.process(row[None]) for row in logits[done :][:2]])"),
 }  # fmt: skip
 
 
