@@ -6,26 +6,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sglang_dspark.checkpoints.words import brief
 from sglang_dspark.errors import InputError
+
+MOST = (1 << 31) - 1
+"""No size, count or token id of a real model is larger."""
 
 
 class Fields:
-    """A parsed config.json whose fields are read by type. A null counts as absent, as transformers writes it."""
+    """A parsed config.json whose fields are read by type. A null counts as absent, as transformers writes it.
 
-    def __init__(self, data: Mapping[str, Any], path: Path) -> None:
+    `spelled` says how the file itself spells a field that was translated, for errors.
+    """
+
+    def __init__(self, data: Mapping[str, Any], path: Path | str, spelled: Mapping[str, str] | None = None) -> None:
         self._data = data
         self.path = path
+        self._spelled = spelled or {}
 
     def get(self, name: str, default: Any = None) -> Any:
         """The field as it stands, or `default`."""
         value = self._data.get(name)
         return default if value is None else value
 
-    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least`; required without a default."""
+    def integer(self, name: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+        """An integer of at least `least`; required without a default. One above `most` is an error too."""
         value = self.get(name, default)
         if type(value) is not int or value < least:
             raise self.error(name, f"an integer of at least {least}")
+        if value > most:
+            raise self.error(name, f"an integer of at most {most}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -65,6 +75,7 @@ class Fields:
 
     def error(self, name: str, needed: str) -> InputError:
         """The error for a field that is absent or of another kind."""
+        known = self._spelled.get(name, name)
         if self.get(name) is None:
-            return InputError(f"{self.path} lacks '{name}', which must be {needed}; give a complete checkpoint.")
-        return InputError(f"'{name}' in {self.path} is {self.get(name)!r} but must be {needed}.")
+            return InputError(f"{self.path} lacks '{known}', which must be {needed}; give a complete checkpoint.")
+        return InputError(f"'{known}' in {self.path} is {brief(self.get(name))} but must be {needed}.")

@@ -91,8 +91,7 @@ class TorchEngine:
         self.draft = draft
         self.drafter = HeadDrafter(draft, target) if draft is not None else None
         self.notes: tuple[str, ...] = tuple(draft.notes) if draft is not None else ()
-        self._taps = () if draft is None else tuple(draft.config.target_layer_ids)
-        target.taps = self._taps
+        target.taps = () if draft is None else tuple(draft.config.target_layer_ids)
 
     @property
     def block(self) -> int:
@@ -123,12 +122,13 @@ class TorchEngine:
     def generate(self, request: Request, cancelled: threading.Event | None = None) -> Iterator[Round]:
         """Decode one request; setting `cancelled` ends it between rounds."""
         text = self.text_stream().push if self.tokenizer is not None else None
+        taps = self.target.taps
         try:
-            # Plain decoding keeps no features: it should cost what it costs without a draft.
-            self.target.taps = self._taps if request.schedule is not None else ()
+            if request.schedule is None:
+                self.target.taps = ()  # plain decoding should cost what it costs without a draft
             yield from decode(self.target, self.drafter, request, text, cancelled)
         finally:
-            self.target.taps = self._taps
+            self.target.taps = taps
 
     def margin(self, prompt_ids: Sequence[int], output_prefix_ids: Sequence[int]) -> tuple[int, int, float]:
         """The target's two best tokens after this prefix, decoded row by row, and how far apart their logits are."""
