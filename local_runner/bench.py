@@ -49,7 +49,6 @@ from local_runner.store import resolve, resolve_draft, resolve_pair
 from sglang_dspark.checkpoints.tensors import open_tensors
 from sglang_dspark.decoding.rounds import decode_rounds
 from sglang_dspark.decoding.sampling import SamplingParams
-from sglang_dspark.decoding.schedule import Fixed
 from sglang_dspark.errors import InputError
 from sglang_dspark.native.build import find_compiler
 
@@ -135,7 +134,7 @@ def costs(engines: Engines, parameters: int | None, repeats: int) -> dict[str, A
 
 def overhead(engine: TorchEngine, prompts: Sequence[Sequence[int]], decoding: Decoding) -> dict[str, Any]:
     """Where the time of DSpark's rounds goes (see `measure.Shares`)."""
-    requests = [decoding.request(engine, ids, "dspark", "overhead") for ids in prompts]
+    requests = [decoding.measured(engine).request(engine, ids, "dspark", "overhead") for ids in prompts]
     shares = round_shares(engine.target, engine.drafter, requests)
     return asdict(shares) | {"overhead_share": shares.overhead}
 
@@ -184,7 +183,7 @@ def compete(
 
 def run_heat(engine: TorchEngine, heat: Heat, decoding: Decoding) -> Run:
     """Decode one answer."""
-    request = decoding.request(engine, heat.prompt_ids, heat.mode, heat.name)
+    request = decoding.measured(engine).request(engine, heat.prompt_ids, heat.mode, heat.name)
     began = perf_counter()
     rounds = tuple(engine.generate(request))
     return Run(heat, rounds, perf_counter() - began)
@@ -206,7 +205,7 @@ def bench(options: argparse.Namespace, say: Say) -> dict[str, Any]:
         parameters = parameters_read({name: torch.Size(tensors[name].shape).numel() for name in tensors})
 
     def decoding(tokens: int) -> Decoding:
-        return Decoding(tokens, SamplingParams(), Fixed())
+        return Decoding(tokens, SamplingParams(), schedule=None)
 
     say(f"Measuring steps of {ROWS[0]} to {ROWS[-1]} rows, {options.step_repeats} times")
     result: dict[str, Any] = {
@@ -234,8 +233,9 @@ def bench(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     result["race"] = {}
     for name, engine in raced.items():
         say(f"Comparing the answers of {name}")
-        identity = judge(engine, runs[name], decoding(options.max_new_tokens))
-        race = race_result(engine, pair, runs[name], identity, decoding(options.max_new_tokens))
+        raced_with = decoding(options.max_new_tokens).measured(engine)
+        identity = judge(engine, runs[name], raced_with)
+        race = race_result(engine, pair, runs[name], identity, raced_with)
         result["race"][name] = race | {"command": command}
     result["seconds"] = round(perf_counter() - began, 1)
     return result | {"tables": tables(result)}

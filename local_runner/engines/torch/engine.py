@@ -89,6 +89,7 @@ class TorchEngine:
     ) -> None:
         self.target, self.tokenizer, self.stop_ids, self.description = target, tokenizer, stops, description
         self.draft = draft
+        self._curve: CostCurve | None = None
         self.drafter = HeadDrafter(draft, target) if draft is not None else None
         self.notes: tuple[str, ...] = tuple(draft.notes) if draft is not None else ()
         target.taps = () if draft is None else tuple(draft.config.target_layer_ids)
@@ -158,8 +159,10 @@ class TorchEngine:
         """Measured seconds of verifying 1..γ+1 rows and of drafting a block, at a context of up to 256 tokens.
 
         The row counts take turns, and the lower quartile of each counts: what else runs on the machine only adds time,
-        and a curve bent by it would schedule too much or too little for the whole session.
+        and a curve bent by it would schedule too much or too little for the whole session. Measured once.
         """
+        if self._curve is not None:
+            return self._curve
         context = min(256, self.target.context_length // 2)
         rows = tuple(range(1, self.block + 2))
         self._prefill([0] * (context + 1))
@@ -171,7 +174,9 @@ class TorchEngine:
                 if repeat:
                     times[k].append(time.perf_counter() - began)
                 self.target.truncate(context)
-        return CostCurve(rows, tuple(_quartile(times[k]) for k in rows), self._draft_seconds(context, repeats))
+        seconds = tuple(_quartile(times[k]) for k in rows)
+        self._curve = CostCurve(rows, seconds, self._draft_seconds(context, repeats))
+        return self._curve
 
     def _draft_seconds(self, context: int, repeats: int) -> float:
         """Seconds of drafting a block after `context` rows of made-up features, and of observing one row."""
