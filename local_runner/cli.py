@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from local_runner.convert_command import convert
+from local_runner.doctor_command import doctor
 from local_runner.engine import Mode, encode
 from local_runner.models_cli import models_app
 from local_runner.options import OUTPUT, PROMPT, Settings, open_engine, shared
@@ -51,6 +53,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(models_app, name="models")
+app.command()(doctor)
+app.command()(convert)
 
 
 @app.command()

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from sglang_dspark.checkpoints.words import brief, cut
 from sglang_dspark.errors import InputError
 
 __all__ = [
-    "MAX_JSON", "Readable", "TensorInfo", "Tensors", "Virtual", "list_tensors", "open_tensors", "read_header",
+    "MAX_JSON", "Later", "Readable", "TensorInfo", "Tensors", "Virtual", "list_tensors", "open_tensors", "read_header",
     "read_json",
 ]  # fmt: skip
 
@@ -158,6 +159,22 @@ class Tensors(Mapping[str, Readable]):
         except InputError as error:
             raise InputError(f"Cannot read '{name}': {error}") from error
         return result.view(info.shape)
+
+
+class Later(Mapping[str, Readable]):
+    """Tensors that are listed when they are first asked for: a configuration is judged before any weights are."""
+
+    def __init__(self, listing: Callable[[], Mapping[str, Readable]]) -> None:
+        self._listing = cache(listing)
+
+    def __getitem__(self, name: str) -> Readable:
+        return self._listing()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._listing())
+
+    def __len__(self) -> int:
+        return len(self._listing())
 
 
 def open_tensors(folder: Path) -> Tensors:

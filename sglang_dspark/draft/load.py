@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sglang_dspark.checkpoints import deepspec
-from sglang_dspark.checkpoints.tensors import Tensors, open_tensors
+from sglang_dspark.checkpoints.fit import check_anchor, ready
+from sglang_dspark.checkpoints.registry import read_draft
+from sglang_dspark.checkpoints.tensors import Tensors
 from sglang_dspark.draft.backbone import Backbone
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.heads import Heads
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.rope import check_length
 from sglang_dspark.errors import InputError
-
-NAMED = 3
-"""How many offending tensors a message names before it counts the rest."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +46,15 @@ def load_draft(
     block: int | None = None,
     context_length: int,
 ) -> DraftModel:
-    """Load the DeepSpec draft in `folder` for `target`; `block` may ask for fewer rows than trained.
+    """Load the draft at `folder` (a folder or a .gguf file, of any format) for `target`; `block` may ask
+    for fewer rows than trained.
 
     Raises InputError for a draft of another target (before weights are read), a block longer than trained, a context
     that the draft's rope cannot serve, and for each missing, misnamed, superfluous or mis-shaped tensor, by name.
     """
-    config = deepspec.read_config(folder)
+    checkpoint = read_draft(folder)
+    config = checkpoint.config(target.num_layers)
+    check_anchor(checkpoint)
     _check_target(folder, config, target)
     rows = config.block if block is None else block
     if not 1 <= rows <= config.block:
@@ -65,8 +65,7 @@ def load_draft(
     if context_length < 1:
         raise InputError(f"The draft's context length must be at least 1, not {context_length}.")
     check_length(config, context_length)
-    tensors = open_tensors(folder)
-    _check_tensors(tensors, deepspec.expected_tensors(config))
+    config, tensors = ready(checkpoint, target.num_layers)
     notes: list[str] = []
     if context_length > config.max_position_embeddings:
         notes.append(
@@ -102,39 +101,6 @@ def _check_target(folder: Path, config: DraftConfig, target: TargetInfo) -> None
                 " choose the draft that was trained for this target."
             )
     # The configuration keeps the tapped layers inside its own number of layers, which is now known to be the target's.
-
-
-def _check_tensors(tensors: Tensors, expected: dict[str, tuple[int, ...]]) -> None:
-    missing = [n for n in expected if n not in tensors and n not in deepspec.OPTIONAL]
-    extra = [n for n in tensors if n not in expected]
-    if missing:
-        near = difflib.get_close_matches(missing[0], extra, 1)
-        hint = f" ('{near[0]}' is there: is it misnamed?)" if near else ""
-        raise InputError(
-            f"{tensors.folder} lacks {_names(missing)}{hint}; the checkpoint is incomplete or of another format."
-        )
-    if extra:
-        near = difflib.get_close_matches(extra[0], expected, 1)
-        hint = f" (near to '{near[0]}')" if near else ""
-        raise InputError(
-            f"{tensors.folder} holds {_names(extra)}{hint}, which its config.json has no place for; correct either."
-        )
-    for name, shape in expected.items():
-        if name in tensors and tensors[name].shape != shape:
-            raise InputError(
-                f"'{name}' in {tensors.folder} has shape {list(tensors[name].shape)} where its config.json asks for"
-                f" {list(shape)}; correct either."
-            )
-        if name in tensors and not tensors[name].dtype.is_floating_point:
-            raise InputError(
-                f"'{name}' in {tensors.folder} is stored as {tensors[name].dtype}; convert it to BF16 or F32."
-            )
-
-
-def _names(names: Iterable[str]) -> str:
-    listed = [f"'{n}'" for n in names]
-    more = f" and {len(listed) - NAMED} more" if len(listed) > NAMED else ""
-    return ", ".join(listed[:NAMED]) + more
 
 
 def _shared(tensors: Tensors, name: str, theirs: Tensor, notes: list[str]) -> Tensor:
