@@ -156,7 +156,7 @@ def other_norm(draft: DraftModel, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def causal_block(draft: DraftModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def mask(positions: Tensor, span: int, window: int | None, padded: bool) -> Tensor:
+    def mask(positions: Tensor, span: int, window: int | None) -> Tensor:
         return torch.arange(span) <= positions[:, None]
 
     monkeypatch.setattr(draft.backbone, "_mask", mask)

@@ -294,7 +294,7 @@ def test_chosen_tokens_are_followed(write: Any, load: Any) -> None:
     assert [k for k, _ in seen] == [0, 1, 2, 3, 4]
     assert all(torch.equal(logits, chosen.logits[k]) for k, logits in seen)
     assert chosen.tokens[0] == greedy.tokens[0] and chosen.tokens[1] == int(chosen.logits[1].argmin())
-    w1, w2 = draft.heads.markov.w1, draft.heads.markov.w2
+    w1, w2 = draft.heads.markov.w1, draft.heads.markov.w2.weight
     difference = (w1[chosen.tokens[1]] - w1[greedy.tokens[1]]) @ w2.T
     torch.testing.assert_close(chosen.logits[2] - greedy.logits[2], difference, atol=1e-5, rtol=1e-5)
     assert chosen.confidence_logits[1] == greedy.confidence_logits[1]
