@@ -28,9 +28,10 @@ pair:
 bench: pair ## measure step costs, draft cost, overhead and the race; writes results/
 	@$(PYTHON_IN) -m local_runner.bench $(ARGS)
 
+# Where the system's Python has what it needs, that is used: it may be the only one that knows the device.
 gpu-check: ## everything that needs a CUDA device, as one script; results as JSON
-	@VENV=$(VENV) scripts/setup.sh
-	@$(PYTHON_IN) -m local_runner.gpu_check $(ARGS)
+	@if python3 -c 'import torch, transformers, psutil, rich' 2>/dev/null; then python3 -m local_runner.gpu_check $(ARGS); \
+	else VENV=$(VENV) scripts/setup.sh && $(PYTHON_IN) -m local_runner.gpu_check $(ARGS); fi
 
 tables: ## rewrite the README's tables from stored results
 	@VENV=$(VENV) scripts/setup.sh

@@ -123,6 +123,8 @@ class Decoding:
 
         if self.schedule is None:
             return replace(self, schedule=Algorithm1(engine.cost_curve()) if engine.has_confidence else Fixed())
+        if isinstance(self.schedule, Algorithm1) and not engine.has_confidence:
+            raise InputError("The schedule 'algorithm1' needs a draft with a confidence head; use --schedule fixed.")
         if isinstance(self.schedule, Algorithm1) and self.schedule.curve is None:
             return replace(self, schedule=Algorithm1(engine.cost_curve()))
         return self

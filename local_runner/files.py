@@ -19,9 +19,9 @@ def whole_file(path: Path) -> Iterator[TextIO]:
     Raises InputError if the file cannot be opened.
     """
     try:
+        direct = path.exists() and not path.is_file()
         final = path.resolve()
-        direct = final.exists() and not final.is_file()
-        part = final if direct else final.with_name(f".{final.name}.{os.getpid()}.part")
+        part = path if direct else final.with_name(f".{final.name}.{os.getpid()}.part")
         stream = part.open("w", encoding="utf-8")
     except OSError as error:
         raise InputError(

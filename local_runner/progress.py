@@ -28,7 +28,7 @@ def silent(what: str, done: int, total: int) -> None:
 def shown(console: Console | None = None) -> Iterator[Report]:
     """A Report that shows on `console`, standard error by default, and writes control codes to terminals only."""
     console = console or Console(stderr=True)
-    if not console.is_terminal:
+    if not (console.is_terminal and console.file.isatty()):
         seen: set[str] = set()
 
         def line(what: str, done: int, total: int) -> None:

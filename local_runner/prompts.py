@@ -71,16 +71,19 @@ def parse_ids(text: str) -> tuple[int, ...]:
     """Token ids from `1,2,3`. Raises InputError that names the first entry which is not a token id."""
     entries = [entry.strip() for entry in text.split(",")]
     for entry in entries:
-        if not (entry.isascii() and entry.isdigit()):
-            raise InputError(f"--prompt-ids has '{entry}' where a token id belongs; write whole numbers like 1,2,3.")
+        if not (entry.isascii() and entry.isdigit() and len(entry) < 10):
+            raise InputError(
+                f"--prompt-ids has '{entry[:20]}' where a token id belongs; write whole numbers like 1,2,3."
+            )
     return tuple(int(entry) for entry in entries)
 
 
 def _parse(line: str, where: str, defaults: dict[str, str]) -> Prompt:
     try:
         data: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where} is not JSON ({error.msg}); write one JSON object a line.") from error
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "too deep or too long a number"
+        raise InputError(f"{where} is not JSON ({reason}); write one JSON object a line.") from error
     if not isinstance(data, dict):
         raise InputError(f'{where} is not a JSON object; write {{"prompt": "…"}} or {{"turns": ["…"]}}.')
     if unknown := sorted(data.keys() - KEYS):

@@ -100,6 +100,9 @@ class LineWatcher:
 def fits(console: Console) -> bool:
     """Whether the live view can be shown here."""
     width, height = console.size
+    # A console may be told to take a pipe for a terminal; control codes belong on a real one.
+    if not console.file.isatty():
+        return False
     return console.is_terminal and not console.is_dumb_terminal and width >= SMALLEST[0] and height >= SMALLEST[1]
 
 

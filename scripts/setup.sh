@@ -39,10 +39,13 @@ install_torch() {
 
 stamp="$venv/.installed-${extras:-core}"
 wanted=$(cat pyproject.toml scripts/setup.sh | cksum)
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
-  exit 0
-fi
-if [ ! -x "$venv/bin/python" ]; then
+# What was installed with extras serves without them too.
+for done in "$stamp" $([ -n "$extras" ] || ls "$venv"/.installed-* 2>/dev/null); do
+  if [ -f "$done" ] && [ "$(cat "$done")" = "$wanted" ]; then
+    exit 0
+  fi
+done
+if [ ! -x "$venv/bin/pip" ]; then
   python=$(find_python)
   echo "Creating $venv with $("$python" --version)"
   "$python" -m venv "$venv" || {

@@ -7,13 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether PyTorch has bfloat16 products for this CPU; builds without oneDNN have not."""
+    known = hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
+    return known and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def packs(weight: Tensor) -> bool:
     """Whether oneDNN has a layout of its own for `weight`, in which few rows cost little more than reading it once."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype is torch.bfloat16
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    return weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and cpu_multiplies_bfloat16()
 
 
 class Linear(nn.Module):

@@ -71,6 +71,7 @@ class NativeDraft(DraftModel):
             and config.activation == "silu"
             and config.softcap is None
             and config.markov_head_type in ("vanilla", "none")
+            and config.markov_rank % 2 == 0
             and all(a == config.attention[0] and a.window is None and not a.k_eq_v for a in config.attention)
             and draft.backbone.embedding.device.type == "cpu"
             and draft.backbone.embedding.dtype is torch.bfloat16

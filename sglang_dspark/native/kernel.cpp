@@ -203,8 +203,8 @@ Range part(int count, int parts, int index) {
 
 // Awake for a moment, because what is waited for is nearly there, then asleep, because it may need this very core.
 template <class T>
-void wait_while(std::atomic<T>& value, T unwanted) {
-    for (int i = 0; i < 4000; ++i) {
+void wait_while(std::atomic<T>& value, T unwanted, int looks = 4000) {
+    for (int i = 0; i < looks; ++i) {
         if (value.load(std::memory_order_acquire) != unwanted) return;
 #if defined(__x86_64__)
         __builtin_ia32_pause();
@@ -262,6 +262,8 @@ struct Job {
     std::vector<Phase> phases;
 };
 
+constexpr int BETWEEN_PASSES = 20000;  // looks, some 200 µs: what a round does in Python between two passes
+
 // The threads that help the caller of a pass. They never hold it up: a pass is over when its last phase is, and a helper
 // that comes late finds every piece claimed. So a body may touch what its caller owns in pieces only.
 class Crew {
@@ -273,7 +275,7 @@ class Crew {
 
     void help(int me) {
         for (uint32_t seen = 0;;) {
-            wait_while(posted, seen);
+            wait_while(posted, seen, BETWEEN_PASSES);
             std::shared_ptr<Job> mine;
             {
                 std::lock_guard<std::mutex> lock(door);

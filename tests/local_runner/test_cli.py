@@ -196,8 +196,17 @@ def test_race_on_algorithm1_measures_the_cost_curve(engine: Any) -> None:
 
     curve = CostCurve((1, 8), (0.02, 0.021))
     engine.cost_curve = lambda: curve
-    assert dspark("race", "--prompt", "a", "--max-new-tokens", 9, "--schedule", "algorithm1").exit_code == 0
-    assert engine.requests[-1].schedule.curve == curve or engine.requests[-2].schedule.curve == curve
+    engine.has_confidence = True
+    for asked in (["--schedule", "algorithm1"], []):
+        assert dspark("race", "--prompt", "a", "--max-new-tokens", 9, *asked).exit_code == 0
+        assert engine.requests[-1].schedule.curve == curve or engine.requests[-2].schedule.curve == curve
+
+
+def test_algorithm1_needs_a_draft_that_judges_itself(engine: Any) -> None:
+    result = dspark("race", "--prompt", "a", "--schedule", "algorithm1")
+    assert result.exit_code == 2 and "confidence head" in result.stderr and not engine.requests
+    assert dspark("race", "--prompt", "a", "--max-new-tokens", 9).exit_code == 0
+    assert all(str(r.schedule) == "fixed" for r in engine.requests if r.schedule)
 
 
 def test_chat_on_a_pipe_keeps_the_conversation(engine: Any) -> None:

@@ -101,10 +101,15 @@ def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch: pytest.MonkeyPatch) -
     assert result.output == "Cancelled; run `dspark models pull mine` again to finish.\n"
 
 
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_a_bar_on_a_terminal_and_a_line_elsewhere(terminal: bool) -> None:
-    out = io.StringIO()
-    with shown(Console(file=out, force_terminal=terminal, width=100)) as report:
+    out = Screen() if terminal else io.StringIO()
+    with shown(Console(file=out, force_terminal=True, width=100)) as report:
         report("Waiting for another process", 0, 0)
         for done in (0, 500_000, 1_000_000):
             report("Fetching [x]", done, 1_000_000)

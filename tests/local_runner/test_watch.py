@@ -73,14 +73,21 @@ def test_a_slow_terminal_gets_few_drawings(fake: ModuleType, monkeypatch: pytest
     assert watcher._due == pytest.approx(0.03 + 0.03 / watch.DRAWING_SHARE)
 
 
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_pipe_that_is_called_a_terminal_gets_no_live_view() -> None:
+    assert not fits(Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={"TERM": "xterm"}))
+
+
 @pytest.mark.parametrize(
     ("terminal", "width", "height", "expected"),
     [(True, 80, 24, True), (False, 80, 24, False), (True, 60, 24, False), (True, 80, 12, False)],
 )
 def test_where_the_live_view_fits(terminal: bool, width: int, height: int, expected: bool) -> None:
-    console = Console(
-        file=io.StringIO(), force_terminal=terminal, width=width, height=height, _environ={"TERM": "xterm"}
-    )
+    console = Console(file=Screen(), force_terminal=terminal, width=width, height=height, _environ={"TERM": "xterm"})
     assert fits(console) is expected
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 import transformers
+from jinja2 import TemplateError
 
 from local_runner.engines.base import Choose, Draft, Request
 from local_runner.engines.loop import PREFILL_CHUNK, decode
@@ -107,7 +108,10 @@ class TorchEngine:
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation in the target's chat template, or of its last text where there is no template."""
         if self.tokenizer.chat_template:
-            encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            try:
+                encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            except TemplateError as error:
+                raise InputError(f"The target's chat template refuses this conversation: {error}.") from error
             return list(encoded["input_ids"])
         return list(self.tokenizer(messages[-1]["content"])["input_ids"])
 
@@ -163,8 +167,11 @@ class TorchEngine:
         """
         if self._curve is not None:
             return self._curve
-        context = min(256, self.target.context_length // 2)
-        rows = tuple(range(1, self.block + 2))
+        room = self.target.context_length
+        context = max(1, min(256, room - self.block - 2))
+        rows = tuple(k for k in range(1, self.block + 2) if context + k <= room)
+        if len(rows) < 2:
+            raise InputError(f"A context of {room} tokens is too short to schedule blocks; raise --context-length.")
         self._prefill([0] * (context + 1))
         times: dict[int, list[float]] = {k: [] for k in rows}
         for repeat in range(repeats + 1):

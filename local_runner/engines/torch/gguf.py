@@ -4,8 +4,10 @@ files.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sglang_dspark.checkpoints.tensors import open_tensors
+from sglang_dspark.errors import InputError
 from sglang_dspark.paths import store_root
 
 LARGEST_KEPT = 1 << 30
@@ -30,9 +34,18 @@ def unpack_options(path: Path) -> dict[str, Any]:
 
 
 def kept_copy(path: Path) -> Path | None:
-    """The folder that `unpacked` made of this very file earlier, or None."""
+    """The folder that `unpacked` made of this very file earlier, or None. One that is damaged since is removed."""
+    if path.stat().st_size > LARGEST_KEPT:
+        return None
     folder = _place(path)
-    return folder if folder.is_dir() else None
+    if not folder.is_dir():
+        return None
+    try:
+        open_tensors(folder)
+    except InputError:
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return folder
 
 
 def unpacked(path: Path) -> Path | None:
@@ -40,9 +53,10 @@ def unpacked(path: Path) -> Path | None:
 
     None where the file is too large to keep twice or there is nowhere to keep it. A file that changed is unpacked anew.
     """
+    kept = kept_copy(path)
+    if kept is not None or path.stat().st_size > LARGEST_KEPT:
+        return kept
     folder = _place(path)
-    if path.stat().st_size > LARGEST_KEPT or folder.is_dir():
-        return kept_copy(path)
     root = folder.parent
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, dtype=torch.float32, local_files_only=True, **unpack_options(path)
@@ -65,7 +79,14 @@ def unpacked(path: Path) -> Path | None:
 
 def _place(path: Path) -> Path:
     about = path.stat()
-    return store_root() / "unpacked" / f"{path.stem}-{about.st_size}-{about.st_mtime_ns}"
+    return store_root() / "unpacked" / f"{path.stem}-{_digest(path.absolute(), about.st_size, about.st_mtime_ns)}"
+
+
+@cache
+def _digest(path: Path, size: int, modified_ns: int) -> str:
+    """What names a copy: the file's bytes, because sizes and times of different files may be equal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def _write(model: Any, folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from local_runner.engines.torch.gguf import kept_copy, unpack_options, unpacked
 from local_runner.engines.torch.lean import is_lean
 from local_runner.engines.torch.target import LeanTarget, NativeTarget, TorchTarget, TransformersTarget
 from sglang_dspark.checkpoints.tensors import open_tensors
+from sglang_dspark.draft.linear import cpu_multiplies_bfloat16
 from sglang_dspark.errors import InputError
 from sglang_dspark.native.build import find_compiler, load_kernel
 
@@ -44,7 +44,7 @@ def pick_device(name: str) -> torch.device:
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """The precision of that name; `auto` is bfloat16 wherever the device multiplies in it, else float32."""
     if name == "auto":
-        quick = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        quick = device.type != "cpu" or cpu_multiplies_bfloat16()
         return torch.bfloat16 if quick else torch.float32
     if name not in DTYPES:
         raise InputError(f"'{name}' is no precision; use auto, {', '.join(DTYPES)}.")
@@ -168,6 +168,6 @@ def _read(reader: Any, path: Path, where: Path, **options: Any) -> Any:
         # Unpacking a GGUF file draws a bar that no setting of transformers hides.
         with contextlib.redirect_stderr(io.StringIO()):
             return reader(where, **options)
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, struct.error) as error:
+    except Exception as error:  # a foreign file meets foreign code here, which raises whatever it likes
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"transformers cannot read {path}: {reason}") from error

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from local_runner.engines.torch import TorchEngine
 from local_runner.engines.torch import gguf as unpacking
@@ -179,3 +179,25 @@ def test_a_truncated_file_is_refused(kept: float, file: Path, store: Path, load:
     file.write_bytes(data[: int(len(data) * kept)])
     with pytest.raises(InputError, match=str(file)):
         load(file)
+
+
+def test_files_alike_in_size_and_time_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    files = [tmp_path / name / "m.gguf" for name in "ab"]
+    for file, content in zip(files, (b"GGUF one", b"GGUF two"), strict=True):
+        file.parent.mkdir()
+        file.write_bytes(content)
+        os.utime(file, ns=(10**18, 10**18))
+    assert unpacking._place(files[0]) != unpacking._place(files[1])
+
+
+def test_a_damaged_copy_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSPARK_HOME", str(tmp_path / "home"))
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF anything")
+    folder = unpacking._place(file)
+    folder.mkdir(parents=True)
+    save_file({"a": torch.zeros(4)}, folder / "model.safetensors")
+    assert unpacking.kept_copy(file) == folder
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-4])
+    assert unpacking.kept_copy(file) is None and not folder.exists()
