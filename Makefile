@@ -36,6 +36,7 @@ gpu-check: ## everything that needs a CUDA device, as one script; results as JSO
 tables: ## rewrite the README's tables from stored results
 	@VENV=$(VENV) scripts/setup.sh
 	@$(PYTHON_IN) -m local_runner.report README.md
+	@$(PYTHON_IN) -m local_runner.plan_command --store results/plans
 
 picture: pair ## rewrite the README's picture of the race
 	@$(DSPARK) race --pair $(PAIR) --limit 3 --max-new-tokens 96 --screenshot docs/race.svg

@@ -5,9 +5,10 @@ What needs PyTorch is imported by the commands that need it, so that `--help` is
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from local_runner.doctor_command import doctor
 from local_runner.engine import Mode, encode
 from local_runner.models_cli import models_app
 from local_runner.options import OUTPUT, PROMPT, Settings, open_engine, shared
+from local_runner.plan_command import plan
 from local_runner.prompts import Prompt, parse_ids, read_prompts, take
 from sglang_dspark.errors import CheckFailed, InputError
 
@@ -55,6 +57,9 @@ app = typer.Typer(
 app.add_typer(models_app, name="models")
 app.command()(doctor)
 app.command()(convert)
+app.command()(plan)
+with suppress(ModuleNotFoundError):  # by name, because the page stands on this package and not the other way round
+    app.command()(importlib.import_module("ui.command").demo)
 
 
 @app.command()
