@@ -22,6 +22,7 @@ from local_runner.models_cli import models_app
 from local_runner.options import OUTPUT, PROMPT, Settings, open_engine, shared
 from local_runner.plan_command import plan
 from local_runner.prompts import Prompt, parse_ids, read_prompts, take
+from local_runner.train_command import synthesise, train
 from sglang_dspark.errors import CheckFailed, InputError
 
 Plain = Annotated[bool, typer.Option("--plain", help="Decode without the draft.", rich_help_panel="Drafting")]
@@ -58,6 +59,8 @@ app.add_typer(models_app, name="models")
 app.command()(doctor)
 app.command()(convert)
 app.command()(plan)
+app.command()(synthesise)
+app.command()(train)
 with suppress(ModuleNotFoundError):  # by name, because the page stands on this package and not the other way round
     app.command()(importlib.import_module("ui.command").demo)
 

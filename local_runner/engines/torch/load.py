@@ -65,6 +65,27 @@ def load_target(
     `compile` says whether to run it on the compiled kernel; None does where the kernel computes such a target and there
     is a compiler to build it.
     """
+    model, capacity = load_model(path, dtype=dtype, device=device, context_length=context_length, progress=progress)
+    fits = NativeTarget.fits(model)
+    if compile and not fits:
+        raise InputError(
+            f"The compiled mode runs Llama- and Qwen3-shaped targets in bfloat16 on a CPU, which {path.name} as"
+            f" {str(dtype).removeprefix('torch.')} on {device.type} is not; leave --compile out."
+        )
+    if compile or (compile is None and fits and _kernel_is_ready(progress)):
+        return NativeTarget(model, capacity, progress)
+    return LeanTarget(model, capacity) if is_lean(model.config) else TransformersTarget(model, capacity)
+
+
+def load_model(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    context_length: int | None = None,
+    progress: Callable[[str], None] = lambda message: None,
+) -> tuple[Any, int]:
+    """Read the transformers model at `path`, frozen, and the context to make room for. Raises InputError as above."""
     if path.suffix == ".gguf" and path.is_file() and kept_copy(path) is None:
         progress(f"Unpacking {path.name} (once)")
     where, options = _source(path)
@@ -95,16 +116,7 @@ def load_target(
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise InputError(f"The target at {path} {what} the tensor {names[0]}{more}; fetch it again.")
     model = model.eval().requires_grad_(False).to(device)
-    capacity = context_length or min(most, DEFAULT_CONTEXT)
-    fits = NativeTarget.fits(model)
-    if compile and not fits:
-        raise InputError(
-            f"The compiled mode runs Llama- and Qwen3-shaped targets in bfloat16 on a CPU, which {path.name} as"
-            f" {str(dtype).removeprefix('torch.')} on {device.type} is not; leave --compile out."
-        )
-    if compile or (compile is None and fits and _kernel_is_ready(progress)):
-        return NativeTarget(model, capacity, progress)
-    return LeanTarget(model, capacity) if is_lean(model.config) else TransformersTarget(model, capacity)
+    return model, context_length or min(most, DEFAULT_CONTEXT)
 
 
 def _kernel_is_ready(progress: Callable[[str], None]) -> bool:
