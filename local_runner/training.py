@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SHARD = 64
 """Conversations in a shard: what is lost at most when a synthesis is stopped is one of them for each worker."""
+SPEAK = 5.0
+"""Seconds between two lines of progress."""
 Say = Callable[[str], None]
 
 
@@ -91,7 +93,7 @@ def synthesise(
     for process in processes:
         process.start()
     began: float | None = None  # loading is not synthesis
-    first, running = tokens, workers
+    first, running, spoken = tokens, workers, 0.0
     pending: list[Conversation] = []
     failure = None
     try:
@@ -112,6 +114,9 @@ def synthesise(
                 if len(pending) == SHARD:
                     write_shard(out / f"{min(c.number for c in pending):09d}.jsonl", pending)
                     pending = []
+                    if time.monotonic() - spoken < SPEAK:
+                        continue
+                    spoken = time.monotonic()
                     rate = (tokens - first) / (time.monotonic() - began)
                     say(f"{made} of {conversations} conversations, {tokens} answer tokens, {rate:.0f} a second")
             elif kind == "done":

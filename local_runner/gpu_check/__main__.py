@@ -27,6 +27,7 @@ from local_runner.gpu_check.numerics import acceptance_rules, golden_runs, sampl
 from local_runner.gpu_check.parts import Part, Result, run_parts, succeeded
 from local_runner.gpu_check.race import Models, pair_race
 from local_runner.gpu_check.shapes import QWEN3_4B, QWEN3_8B
+from local_runner.gpu_check.training import trained_head
 from local_runner.pairs import DEFAULT_PAIR
 from local_runner.result import machine
 from local_runner.store import resolve, resolve_draft, resolve_pair
@@ -41,6 +42,7 @@ CONTEXTS = (256, 2048)
 ROWS = tuple(range(1, 17))
 REPEATS = 20
 READ_BYTES = 2 << 30
+RECIPE = Path(__file__).parents[2] / "configs" / "training" / "smollm2-135m.toml"
 
 
 def environment(result: Result, device: torch.device) -> None:
@@ -108,6 +110,18 @@ def find_models(target: str | None, draft: str | None) -> Models | None:
     return Models(pair.target_path, pair.draft_path, DEFAULT_PAIR)
 
 
+def training_parts(target: str | None, recipe: Path, seconds: float, out: Path) -> tuple[list[Part], float]:
+    """The environment and the training of a head, and how long they may take."""
+    path = resolve(target or DEFAULT_PAIR).target_path
+    part = partial(
+        trained_head, device="cuda", target=path, recipe=recipe, seconds=seconds, out=out.with_suffix("") / "head"
+    )
+    return [
+        Part("environment", 20, partial(environment, device=torch.device("cuda"))),
+        Part("training", seconds, part),
+    ], (seconds + 60)
+
+
 def main(arguments: Sequence[str]) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m local_runner.gpu_check", description=__doc__.partition("\n")[0])
@@ -116,6 +130,8 @@ def main(arguments: Sequence[str]) -> int:
     add("--golden", type=Path, help="the folder of recorded runs (default: $DSPARK_GOLDEN)")
     add("--target", help="a folder or a .gguf file to race instead of the default pair's target")
     add("--draft", help="its draft")
+    add("--train", type=float, metavar="MINUTES", help="train a head for --target instead, into a folder beside --out")
+    add("--recipe", type=Path, default=RECIPE, help="how to train it (%(default)s)")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("There is no CUDA device here, so there is nothing to check.")
@@ -142,8 +158,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if golden is not None and not golden.is_dir():
             raise InputError(f"There is no folder {golden}; name that of the recorded runs with --golden.")
-        models = find_models(options.target, options.draft)
-        records = run_parts(check_parts(torch.device("cuda"), golden, models), SECONDS, store)
+        if options.train:
+            checks, seconds = training_parts(options.target, options.recipe, options.train * 60, options.out)
+        else:
+            models = find_models(options.target, options.draft)
+            checks, seconds = check_parts(torch.device("cuda"), golden, models), SECONDS
+        records = run_parts(checks, seconds, store)
     except InputError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2

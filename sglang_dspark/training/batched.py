@@ -105,7 +105,7 @@ class BatchedDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """Append `tokens` [slots], one to each sequence; return the logits after them [slots, V] in float32."""
         inner = self.model.model
-        x = F.embedding(tokens, inner.embed_tokens.weight)
+        x = F.embedding(tokens.to(self.lengths.device), inner.embed_tokens.weight)
         at = self.lengths
         cos, sin = self.cos[at].unsqueeze(1), self.sin[at].unsqueeze(1)
         for layer, cache, products in zip(inner.layers, self.caches, self.layers, strict=True):

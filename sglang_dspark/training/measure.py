@@ -64,21 +64,20 @@ def quality(
     to be judged, so that sampled text counts less for later positions.
     """
     block = model.config.block
-    tried, kept = torch.zeros(block), torch.zeros(block)
-    sums = torch.zeros(3, 10)
+    device = lm_head.device
+    tried, kept, sums = (torch.zeros(size, device=device) for size in (block, block, (3, 10)))
     lengths, count = 0.0, 0
     for reading, answer in readings:
         last = len(reading.tokens) - 1 - block
         if last <= answer:
             continue
-        anchors = torch.linspace(answer, last, min(anchors_each, last - answer + 1)).long()
+        anchors = torch.linspace(answer, last, min(anchors_each, last - answer + 1)).long().to(device)
         drafted, sure = greedy_blocks(model, lm_head, reading, anchors)
-        at = anchors[:, None] + torch.arange(block)
+        at = anchors[:, None] + torch.arange(block, device=device)
         right = drafted == reading.top[at, 0]
         follows = drafted == reading.tokens[at + 1]
-        alive = torch.cat(
-            [torch.ones(len(anchors), 1, dtype=torch.bool), (right & follows)[:, :-1].cumprod(1).bool()], 1
-        )
+        alive = (right & follows).cumprod(1).bool().roll(1, 1)
+        alive[:, 0] = True
         tried += alive.sum(0)
         kept += (alive & right).sum(0)
         lengths += float((alive & right).sum()) + len(anchors)

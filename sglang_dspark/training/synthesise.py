@@ -244,12 +244,14 @@ def prompt_key(text: str) -> bytes:
 def draw(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> list[int]:
     """A token for each row of `logits` [n, V] at its temperature [n]; 0 takes the likeliest."""
     tokens = logits.argmax(-1)
+    temperatures = temperatures.to(logits.device)
     sampled = temperatures > 0
     if sampled.any():
         scaled = torch.softmax(logits[sampled] / temperatures[sampled, None], -1).cumsum_(-1)
-        u = torch.rand(len(scaled), 1, generator=generator) * scaled[:, -1:]
+        u = torch.rand(len(scaled), 1, generator=generator).to(scaled) * scaled[:, -1:]
         tokens[sampled] = torch.searchsorted(scaled, u, right=True).squeeze(1).clamp_max(logits.shape[1] - 1)
-    return list(map(int, tokens))
+    chosen: list[int] = tokens.tolist()
+    return chosen
 
 
 def distinct_share(tokens: Sequence[int], n: int = 4) -> float:

@@ -135,3 +135,14 @@ def test_from_a_model_to_a_head_that_drafts(target: Path, tmp_path: Path) -> Non
     )
     assert untrained.exit_code == 0, untrained.output
     assert accepted(head) > accepted(tmp_path / "untrained") + 0.05
+
+
+@pytest.mark.slow
+def test_the_part_of_the_gpu_check_leaves_a_head(target: Path, tmp_path: Path) -> None:
+    from local_runner.gpu_check.training import trained_head
+
+    recipe, result = tmp_path / "recipe.toml", {}
+    recipe.write_text(SMALL)
+    trained_head(result, device="cpu", target=target, recipe=recipe, seconds=70, out=tmp_path / "head")
+    assert result["checks"] == {"the head drafts what the target wants": True}
+    assert read_draft(tmp_path / "head").config(3).layers == 1 and result["text"]["answer_tokens"] > 0
