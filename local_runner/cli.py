@@ -22,6 +22,7 @@ from local_runner.models_cli import models_app
 from local_runner.options import OUTPUT, PROMPT, Settings, open_engine, shared
 from local_runner.plan_command import plan
 from local_runner.prompts import Prompt, parse_ids, read_prompts, take
+from local_runner.serve_command import serve
 from local_runner.train_command import synthesise, train
 from sglang_dspark.errors import CheckFailed, InputError
 
@@ -61,6 +62,7 @@ app.command()(convert)
 app.command()(plan)
 app.command()(synthesise)
 app.command()(train)
+app.command()(serve)
 with suppress(ModuleNotFoundError):  # by name, because the page stands on this package and not the other way round
     app.command()(importlib.import_module("ui.command").demo)
 
