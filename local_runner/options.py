@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -132,16 +133,12 @@ def open_engine(settings: Settings, say: Callable[[str], None]) -> tuple[Engine,
     Without a pair or a target this is the default pair. What the user should know is said. Raises InputError with
     what is missing or does not fit.
     """
-    if settings.engine == "gguf":
-        raise InputError("The gguf engine is not available yet; use --engine torch, which reads .gguf targets too.")
     if settings.pair and settings.target:
         raise InputError("--pair already names a target; give either --pair or --target.")
     if settings.draft and not (settings.pair or settings.target):
         raise InputError("--draft needs a target to draft for; add --target or --pair.")
-    from local_runner.engines.torch import load_engine
-
     target, draft, name = _paths(settings)
-    engine: Engine = load_engine(
+    engine: Engine = import_module(f"local_runner.engines.{settings.engine}").load_engine(
         target,
         draft,
         dtype=settings.dtype,

@@ -107,7 +107,6 @@ def test_sampling_without_a_seed_draws_one_and_a_race_shares_it(engine: Any) -> 
         (["--prompt", "a", "--top-p", "2"], "top_p is 2.0"),
         (["--prompt", "a", "--schedule", "often"], "'often' is no schedule"),
         (["--prompt", "a", "--schedule", "fixed", "--confidence-threshold", ".5"], "schedule of its own"),
-        (["--prompt", "a", "--engine", "gguf"], "gguf engine is not available yet"),
         (["--prompt", "a", "--pair", "p", "--target", "t"], "either --pair or --target"),
         (["--prompt", "a", "--draft", "d"], "--draft needs a target"),
         (["--prompt", "a", "--stop", ""], "--stop is empty"),
