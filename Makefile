@@ -4,17 +4,23 @@ DSPARK = $(VENV)/bin/dspark
 PYTHON_IN = $(VENV)/bin/python
 PAIR ?= smollm2-135m
 SLOW ?=
+EXTRAS ?= dev
 
-.PHONY: help demo test lint pair bench gpu-check tables picture clean
+.PHONY: help demo race test lint pair bench gpu-check tables picture clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
-demo: pair ## race plain decoding against DSpark on the default pair
+demo: ## open the page: plain decoding and DSpark race on the default pair
+	@VENV=$(VENV) scripts/setup.sh ui
+	@$(DSPARK) models pull $(PAIR)
+	@$(DSPARK) demo --pair $(PAIR) $(ARGS)
+
+race: pair ## the same race in the terminal
 	@$(DSPARK) race --pair $(PAIR) --limit 6 --max-new-tokens 96 $(ARGS)
 
 test: ## format, lint, types and tests; SLOW=1 adds the slow tests
-	@VENV=$(VENV) scripts/setup.sh dev
+	@VENV=$(VENV) scripts/setup.sh $(EXTRAS)
 	@$(DSPARK) models pull $(PAIR)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .

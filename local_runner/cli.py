@@ -36,8 +36,15 @@ PromptIds = Annotated[
 ]
 
 
+ORDER = ("demo", "race", "generate", "chat", "serve", "plan", "models", "doctor", "convert", "synthesise", "train")
+
+
 class Program(TyperGroup):
     """Turns the two errors that are meant for people into one line and an exit code."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """What one tries first comes first; commands that `ORDER` does not know come last."""
+        return sorted(self.commands, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
