@@ -15,9 +15,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from local_runner.calibrate_command import calibrate
 from local_runner.convert_command import convert
 from local_runner.doctor_command import doctor
 from local_runner.engine import Mode, encode
+from local_runner.evaluate_command import evaluate
 from local_runner.models_cli import models_app
 from local_runner.options import OUTPUT, PROMPT, Settings, open_engine, shared
 from local_runner.plan_command import plan
@@ -36,7 +38,21 @@ PromptIds = Annotated[
 ]
 
 
-ORDER = ("demo", "race", "generate", "chat", "serve", "plan", "models", "doctor", "convert", "synthesise", "train")
+ORDER = (
+    "demo",
+    "race",
+    "generate",
+    "chat",
+    "serve",
+    "plan",
+    "models",
+    "doctor",
+    "convert",
+    "synthesise",
+    "train",
+    "calibrate",
+    "evaluate",
+)
 
 
 class Program(TyperGroup):
@@ -70,6 +86,8 @@ app.command()(plan)
 app.command()(synthesise)
 app.command()(train)
 app.command()(serve)
+app.command()(calibrate)
+app.command()(evaluate)
 with suppress(ModuleNotFoundError):  # by name, because the page stands on this package and not the other way round
     app.command()(importlib.import_module("ui.command").demo)
 

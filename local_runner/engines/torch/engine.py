@@ -15,11 +15,12 @@ import torch
 import transformers
 from jinja2 import TemplateError
 
-from local_runner.engines.base import Choose, Draft, Request
+from local_runner.engines.base import Choose, Draft, Drafter, Request
 from local_runner.engines.loop import PREFILL_CHUNK, decode
 from local_runner.engines.torch.load import load_target, load_tokenizer, pick_device, pick_dtype, stop_ids
 from local_runner.engines.torch.target import NativeTarget, TorchTarget
 from sglang_dspark import __version__
+from sglang_dspark.decoding.calibrate import Calibration, calibration_file, draft_identity
 from sglang_dspark.decoding.rounds import Round
 from sglang_dspark.decoding.schedule import CostCurve
 from sglang_dspark.draft.load import TargetInfo, load_draft
@@ -34,6 +35,7 @@ class HeadDrafter:
 
     model: DraftModel
     target: TorchTarget
+    calibration: Calibration | None = None
 
     @property
     def block(self) -> int:
@@ -51,7 +53,8 @@ class HeadDrafter:
     def draft(self, anchor: int, position: int, choose: Choose | None = None) -> Draft:
         """Propose a block after the anchor."""
         block = self.model.draft(anchor, position, choose)
-        return Draft(block.tokens, torch.tensor(block.confidence_logits, dtype=torch.float64).sigmoid().tolist())
+        confidence: list[float] = torch.tensor(block.confidence_logits, dtype=torch.float64).sigmoid().tolist()
+        return Draft(block.tokens, confidence if self.calibration is None else self.calibration.apply(confidence))
 
 
 class TextStream:
@@ -91,7 +94,7 @@ class TorchEngine:
         self.target, self.tokenizer, self.stop_ids, self.description = target, tokenizer, stops, description
         self.draft = draft
         self._curve: CostCurve | None = None
-        self.drafter = HeadDrafter(draft, target) if draft is not None else None
+        self.drafter: Drafter | None = HeadDrafter(draft, target) if draft is not None else None
         self.notes: tuple[str, ...] = tuple(draft.notes) if draft is not None else ()
         target.taps = () if draft is None else tuple(draft.config.target_layer_ids)
 
@@ -104,6 +107,12 @@ class TorchEngine:
     def has_confidence(self) -> bool:
         """Whether the draft judges its own tokens."""
         return self.draft is not None and self.draft.config.confidence
+
+    def calibrate(self, calibration: Calibration | None) -> None:
+        """Calibrate the draft's confidences, or leave them as the head gives them."""
+        if isinstance(self.drafter, HeadDrafter):
+            self.drafter.calibration = calibration
+            self.description["calibrated"] = calibration is not None
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation in the target's chat template, or of its last text where there is no template."""
@@ -234,9 +243,10 @@ def load_engine(
 ) -> TorchEngine:
     """Read a target (safetensors folder or .gguf file) and a draft (DeepSpec folder) and make them ready.
 
-    `threads` is how many CPU threads PyTorch uses (default: one a physical core), `context_length` how many tokens the
-    caches hold, `block` how many tokens of the trained block to draft. `compile` is as in `load_target`. `progress` is
-    told what is going on. Raises InputError for what cannot be used.
+    A calibration that lies with the draft is used (see `calibration_file`), unless it is for another block; one for
+    another draft is refused. `threads` is how many CPU threads PyTorch uses (default: one a physical core),
+    `context_length` how many tokens the caches hold, `block` how many tokens of the trained block to draft. `compile`
+    is as in `load_target`. `progress` is told what is going on. Raises InputError for what cannot be used.
     """
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
@@ -286,4 +296,23 @@ def load_engine(
             "python": platform.python_version(),
         },
     }
-    return TorchEngine(model, head, tokenizer, stop_ids(target, tokenizer), description)
+    engine = TorchEngine(model, head, tokenizer, stop_ids(target, tokenizer), description)
+    use_calibration(engine, draft)
+    return engine
+
+
+def use_calibration(engine: TorchEngine, draft: Path | None) -> None:
+    """Calibrate with what lies beside `draft`, if anything does, and note it; not where it is for another block.
+
+    Raises InputError for a calibration of another draft.
+    """
+    if draft is None or not (file := calibration_file(draft)).is_file():
+        return
+    calibration = Calibration.load(file)
+    calibration.check(draft_identity(draft))
+    if calibration.block == engine.block:
+        engine.calibrate(calibration)
+        note = f"confidences are calibrated, at temperature {calibration.provenance.get('temperature')}"
+    else:
+        note = f"confidences are not calibrated: the draft's calibration is for blocks of {calibration.block}"
+    engine.notes = (*engine.notes, note)
