@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,9 +14,11 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from local_runner.doctor_command import doctor, place_of
 from local_runner.fetch_hub import read_record, record_path
 from local_runner.pairs import (
     DEFAULT_PAIR,
+    HUB_ID,
     FolderSource,
     HubSource,
     PackageSource,
@@ -27,10 +30,11 @@ from local_runner.pairs import (
 )
 from local_runner.progress import shown
 from local_runner.store import Status, pull, sources, status
-from sglang_dspark.errors import CheckFailed
+from sglang_dspark.errors import CheckFailed, InputError
 
 models_app = typer.Typer(help="List, fetch and show the known pairs of target and draft head.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="A pair's name, as `dspark models list` shows it.")]
+Any_ = Annotated[str, typer.Argument(help="A pair's name, or a draft: a folder, a .gguf file or a hub id.")]
 Json = Annotated[bool, typer.Option("--json", help="Write JSON instead of text.")]
 
 
@@ -69,13 +73,18 @@ def pull_pair(name: Name = DEFAULT_PAIR, as_json: Json = False) -> None:
 
 @models_app.command("show")
 def show_pair(
-    name: Name = DEFAULT_PAIR,
+    name: Any_ = DEFAULT_PAIR,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compute the SHA-256 of every file, not only its size.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Everything known of a pair: sources, licences, pins, where its files are, and whether they are sound."""
+    """Everything known of a pair: sources, licences, pins, where its files are, whether they are sound, and which
+    engines run it. Of a folder, file or hub id that is no pair's, what `dspark doctor` says of it as a draft.
+    """
+    if name not in pair_files() and (Path(name).expanduser().exists() or HUB_ID.fullmatch(name)):
+        doctor(name, as_json=as_json)
+        return
     pair = load_pair(name)
     details = _details(pair, verify)
     if as_json:
@@ -136,8 +145,25 @@ def _details(pair: Pair, verify: bool) -> dict[str, Any]:
         "target": _part(pair.target, found[0]),
         "draft": draft,
         "engines": dict(pair.engines),
+        "conversions": dict(pair.conversions),
+        "verdicts": _verdicts(pair) if all(one.problem is None and one.path for one in found) else None,
         "file": str(pair.file),
     }
+
+
+def _verdicts(pair: Pair) -> dict[str, str] | None:
+    """What the doctor says of each engine, from the headers of files that are here; None if they cannot be read."""
+    from sglang_dspark.checkpoints import doctor as judge
+    from sglang_dspark.checkpoints.registry import read_draft
+    from sglang_dspark.checkpoints.targets import read_target
+
+    try:
+        draft, target = (place_of(pair.name, is_draft=is_draft, pull=False) for is_draft in (True, False))
+        report = judge.examine(judge.subject(read_draft(draft), read_target(target), None), [], pair.name)
+    except InputError:
+        return None
+    remedies = {v.engine: "; ".join(dict.fromkeys(r.remedy for r in v.reasons if r.remedy)) for v in report.verdicts}
+    return {e.engine: e.level + (f" ({remedies[e.engine]})" if remedies[e.engine] else "") for e in report.verdicts}
 
 
 def _part(source: Source, found: Status) -> dict[str, Any]:

@@ -70,7 +70,9 @@ DraftSource = Source | TargetSource
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and its draft. `block` is γ, the tokens the draft proposes at once; `engines` holds a note for each."""
+    """A target and its draft. `block` is γ, the tokens the draft proposes at once; `engines` holds a note for each, and
+    `conversions` the format (of `dspark convert --to`) that those need the draft in which do not read it as it is.
+    """
 
     name: str
     description: str
@@ -78,6 +80,7 @@ class Pair:
     target: Source
     draft: DraftSource
     engines: Mapping[str, str]
+    conversions: Mapping[str, str]
     file: Path
 
 
@@ -143,6 +146,9 @@ def parse_pair(file: Path) -> Pair:
         raise InputError(f"{file} is not valid TOML: {error}.") from error
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}.") from error
+    conversions = data.pop("conversions", {})
+    if not isinstance(conversions, dict):
+        raise InputError(f"{file} needs 'conversions' to be a table, not {conversions!r}.")
     table = _table(_PairTable, data, str(file))
     if table.name != file.stem:
         raise InputError(f"{file} names its pair '{table.name}'; name the pair after its file, '{file.stem}'.")
@@ -158,6 +164,7 @@ def parse_pair(file: Path) -> Pair:
         target=target,
         draft=_source(table.draft, file, "draft"),
         engines=_strings(table.engines, f"{file}: [engines]", ENGINES),
+        conversions=_strings(conversions, f"{file}: [conversions]", ENGINES),
         file=file,
     )
 

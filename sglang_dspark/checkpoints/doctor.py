@@ -26,11 +26,14 @@ from sglang_dspark.checkpoints.targets import Target
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.errors import InputError
 
-UNAVAILABLE = ("gguf", "sglang-dspark")
+UNAVAILABLE = ("sglang-dspark",)
+ON = {"gguf": "llama.cpp"}
+"""Engines that compute with another one, and can do what that can."""
 READS: dict[str, tuple[str, ...]] = {
     "torch": ("deepspec", "specforge", "speculators", "sglang", "gguf"),
     "sglang": ("deepspec", "specforge", "sglang", "lfm2", "minimax", "deepseek-v4"),
     "vllm": ("deepspec", "specforge", "speculators", "sglang", "deepseek-v4"),
+    "gguf": ("deepspec", "specforge", "speculators", "sglang", "gguf"),  # what is no GGUF it converts by itself
     "llama.cpp": ("gguf",),
 }
 """The formats that an engine reads."""
@@ -115,7 +118,8 @@ def verdict(engine: str, s: Subject, findings: Sequence[Finding]) -> Verdict:
     """The worst of what the findings, the format and the backbone mean for `engine`."""
     if engine in UNAVAILABLE:
         return Verdict(engine, "unavailable", [Effect("unavailable", "this engine does not exist yet")])
-    effects = [*_format_effects(engine, s), *(f.effects[engine] for f in findings if engine in f.effects)]
+    named = (f.effects.get(engine) or f.effects.get(ON.get(engine, "")) for f in findings)
+    effects = [*_format_effects(engine, s), *(effect for effect in named if effect)]
     level = LEVELS[max((LEVELS.index(e.level) for e in effects), default=0)]
     return Verdict(engine, level, [e for e in effects if e.level != "runs"])
 
@@ -124,7 +128,7 @@ def _format_effects(engine: str, s: Subject) -> Iterator[Effect]:
     draft, gemma = s.draft, s.config is not None and s.config.backbone == "gemma4"
     if engine == "sglang" and gemma:
         yield Effect("fails", "it has no class for Gemma4DSparkModel", "run it on the PyTorch engine")
-    elif engine in ("vllm", "llama.cpp") and gemma:
+    elif engine in ("vllm", "llama.cpp", "gguf") and gemma:
         yield Effect("fails", "it has no Gemma 4 backbone for drafts", "run it on the PyTorch engine")
     elif draft.format.name not in READS[engine] and draft.format.kind == "dspark" and not draft.format.foreign:
         remedy = {"sglang": TO_SGLANG, "llama.cpp": TO_GGUF, "vllm": TO_DEEPSPEC}

@@ -24,7 +24,7 @@ ENGINES = {
 }
 BASIS = {
     "torch": "run",
-    "gguf": "none",
+    "gguf": "run",
     "sglang": "run, and its source read",
     "sglang-dspark": "none",
     "vllm": "public reports, not verified here",

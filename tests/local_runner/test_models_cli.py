@@ -118,3 +118,32 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_elsewhere(terminal: bool) ->
         assert "\x1b[" in text and "Fetching [x]" in text and "1.0/1.0 MB" in text
     else:
         assert text == "Waiting for another process ...\nFetching [x] (1.0 MB) ...\n"
+
+
+HEADS = Path(__file__).parents[2] / "configs" / "heads"
+
+
+def test_show_judges_any_draft_with_the_doctor() -> None:
+    folder = next(HEADS.iterdir())
+    report = json.loads(run("show", str(folder), "--json"))
+    assert {f["check"] for f in report["checks"]} >= {"configuration", "taps", "tensors"}
+    assert "what was found" in run("show", str(folder))
+
+
+def test_show_says_which_engine_needs_which_conversion() -> None:
+    shown = json.loads(run("show", DEFAULT, "--json"))
+    assert shown["conversions"] == {"gguf": "gguf"} and shown["verdicts"] is None  # the target is not here
+
+
+def test_show_of_a_pair_that_is_here_has_the_doctors_verdicts(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert json.loads(run("show", "mine", "--json"))["verdicts"] is None  # an empty configuration is no draft
+    golden = Path(__file__).parents[3] / "shared" / "golden" / "qwen3-vanilla"
+    if not golden.is_dir():
+        pytest.skip(f"there are no golden runs at {golden}")
+    pair = mine.parents[1] / "pairs" / "mine.toml"
+    text = pair.read_text().replace('path = "target"', f'path = "{golden / "target"}"')
+    text = text.replace('path = "draft"', f'path = "{golden / "draft"}"')
+    pair.write_text("\n".join(line for line in text.splitlines() if not line.startswith("sha256")))
+    verdicts = json.loads(run("show", "mine", "--json"))["verdicts"]
+    assert verdicts["torch"] == "runs" and verdicts["gguf"] == "runs"
+    assert verdicts["llama.cpp"].startswith("fails (dspark convert mine --to gguf")

@@ -115,3 +115,18 @@ def test_unknown_names_are_answered_with_the_nearest_or_all(user_pairs: Path) ->
         load_pair("smolm2-135")
     with pytest.raises(InputError, match=r"the known pairs are deepseek-v4-flash, .*, smollm2-135m\."):
         load_pair("zzz")
+
+
+def test_conversions_are_optional_and_by_engine(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD)
+    assert parse_pair(file).conversions == {}
+    file.write_text(GOOD + '[conversions]\ngguf = "gguf"\n')
+    assert parse_pair(file).conversions == {"gguf": "gguf"}
+    for wrong, says in (("[conversions]\nabacus = 'gguf'\n", "abacus"), ("[conversions]\ngguf = 3\n", "a string")):
+        file.write_text(GOOD + wrong)
+        with pytest.raises(InputError, match=says):
+            parse_pair(file)
+    file.write_text("conversions = 3\n" + GOOD)
+    with pytest.raises(InputError, match="a table"):
+        parse_pair(file)

@@ -45,7 +45,15 @@ def test_a_sound_pair(make: Make, target: Path) -> None:
     report = judged(make(), target)
     assert set(states(report).values()) == {"ok"} and report.sound
     assert levels(report) == {"torch": "runs", "sglang": "runs", "vllm": "runs", "llama.cpp": "fails"}
-    assert {v.engine for v in report.verdicts if v.level == "unavailable"} == {"gguf", "sglang-dspark"}
+    assert {v.engine for v in report.verdicts if v.level == "unavailable"} == {"sglang-dspark"}
+    assert next(v.level for v in report.verdicts if v.engine == "gguf") == "runs"  # it converts by itself
+
+
+def test_the_gguf_engine_can_do_what_llama_cpp_can(make: Make, target: Path) -> None:
+    report = judged(make(markov_head_type="gated"), target)
+    of = {v.engine: v for v in report.verdicts}
+    assert of["gguf"].level == "fails" and of["torch"].level == "runs"
+    assert [r.why for r in of["gguf"].reasons] == ["it has no gated Markov head"]
     json.dumps(report.to_dict())
 
 
