@@ -6,7 +6,7 @@ PAIR ?= smollm2-135m
 SLOW ?=
 EXTRAS ?= dev
 
-.PHONY: help demo race test lint pair bench gpu-check tables picture clean
+.PHONY: help demo race test pair sglang sglang-test bench gpu-check tables picture clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -31,6 +31,12 @@ pair:
 	@VENV=$(VENV) scripts/setup.sh
 	@$(DSPARK) models pull $(PAIR)
 
+sglang: ## a CPU-only SGLang with this plugin, in .venv-sglang
+	@scripts/setup_sglang.sh
+
+sglang-test: sglang ## tests of the SGLang backend; SLOW=1 starts real servers
+	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests/sglang_dspark/serving $(if $(SLOW),,-m "not slow") $(ARGS)
+
 bench: pair ## measure step costs, draft cost, overhead and the race; writes results/
 	@$(PYTHON_IN) -m local_runner.bench $(ARGS)
 
@@ -48,4 +54,4 @@ picture: pair ## rewrite the README's picture of the race
 	@$(DSPARK) race --pair $(PAIR) --limit 3 --max-new-tokens 96 --screenshot docs/race.svg
 
 clean: ## remove the environment and caches of tools
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-sglang .mypy_cache .pytest_cache .ruff_cache .hypothesis
