@@ -65,8 +65,9 @@ class Settings:
         str | None,
         _drafting(
             "--schedule",
-            "How much of a drafted block to verify. Default: all of it; in race and chat, what pays, by algorithm1.",
-            metavar="fixed[:K]|threshold:T|algorithm1",
+            "How much of a drafted block to verify. Default: all of it; in race and chat, what pays, by algorithm1."
+            " adaptive measures this machine, drafts from the head or by look-up, and not at all where that loses.",
+            metavar="adaptive|fixed[:K]|threshold:T|algorithm1",
         ),
     ] = None
     confidence_threshold: Annotated[
@@ -117,10 +118,13 @@ class Settings:
         )
 
     def _schedule(self, default: str | None) -> Schedule | None:
+        from sglang_dspark.decoding.adaptive import Adaptive
         from sglang_dspark.decoding.schedule import Threshold, parse_schedule
 
         if self.confidence_threshold is None:
             name = self.schedule or default
+            if name == "adaptive":
+                return Adaptive()
             return None if name is None else parse_schedule(name)
         if self.schedule is not None:
             raise InputError("--confidence-threshold is a schedule of its own; drop it or --schedule.")
@@ -138,6 +142,20 @@ def open_engine(settings: Settings, say: Callable[[str], None]) -> tuple[Engine,
     if settings.draft and not (settings.pair or settings.target):
         raise InputError("--draft needs a target to draft for; add --target or --pair.")
     target, draft, name = _paths(settings)
+    if settings.schedule == "adaptive":
+        from local_runner.runner import open_runner
+        from local_runner.runner.choose import Models
+
+        runner = open_runner(
+            Models(target, draft, settings.block, settings.context_length),
+            kind=settings.engine,
+            dtype=settings.dtype,
+            device=settings.device,
+            compile=settings.compile,
+            threads=settings.threads,
+            say=say,
+        )
+        return runner, name
     engine: Engine = import_module(f"local_runner.engines.{settings.engine}").load_engine(
         target,
         draft,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from local_runner import options
+from local_runner import options, runner
 from local_runner.cli import app
 from local_runner.options import Settings
 from sglang_dspark.decoding.rounds import Round
@@ -89,6 +89,21 @@ def test_every_option_reaches_the_request(engine: Any) -> None:
     assert (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) == (1.1, 0.2, 0.3)
     assert (request.max_new_tokens, request.draft_style, request.stop_strings) == (3, "sampled", ("a", "b"))
     assert str(request.schedule) == "threshold:0.4" and request.stop_ids == engine.stop_ids
+
+
+def test_the_adaptive_schedule_opens_a_runner(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def open_runner(models: Any, **options: Any) -> Any:
+        asked.append((models, options))
+        return engine
+
+    monkeypatch.setattr(runner, "open_runner", open_runner)
+    arguments = ("--threads", 3, "--block", 2, "--dtype", "float32", "--max-new-tokens", 3)
+    assert dspark("generate", "--prompt", "x", "--schedule", "adaptive", *arguments).exit_code == 0
+    (models, given), *others = asked
+    assert not others and models.block == 2 and given["threads"] == 3 and given["dtype"] == "float32"
+    assert type(engine.requests[0].schedule).__name__ == "Adaptive"
 
 
 def test_sampling_without_a_seed_draws_one_and_a_race_shares_it(engine: Any) -> None:
