@@ -94,16 +94,18 @@ def test_every_option_reaches_the_request(engine: Any) -> None:
 def test_the_adaptive_schedule_opens_a_runner(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def open_runner(models: Any, **options: Any) -> Any:
-        asked.append((models, options))
+    def open_runner(models: Any, **given: Any) -> Any:
+        asked.append((models, given))
         return engine
 
     monkeypatch.setattr(runner, "open_runner", open_runner)
-    arguments = ("--threads", 3, "--block", 2, "--dtype", "float32", "--max-new-tokens", 3)
-    assert dspark("generate", "--prompt", "x", "--schedule", "adaptive", *arguments).exit_code == 0
+    settings = Settings(schedule="adaptive", threads=3, block=2, dtype="float32")
+    assert options.open_engine(settings, lambda line: None)[0] is engine
     (models, given), *others = asked
     assert not others and models.block == 2 and given["threads"] == 3 and given["dtype"] == "float32"
-    assert type(engine.requests[0].schedule).__name__ == "Adaptive"
+    assert type(settings.decoding().schedule).__name__ == "Adaptive"
+    # An engine that does not measure says so instead of drafting by a schedule that knows nothing.
+    refused(dspark("generate", "--prompt", "x", "--schedule", "adaptive"), "needs an engine that measures")
 
 
 def test_sampling_without_a_seed_draws_one_and_a_race_shares_it(engine: Any) -> None:
