@@ -50,8 +50,9 @@ tables: ## rewrite the README's tables from stored results
 	@$(PYTHON_IN) -m local_runner.report README.md
 	@$(PYTHON_IN) -m local_runner.plan_command --store results/plans
 
-picture: pair ## rewrite the README's picture of the race
-	@$(DSPARK) race --pair $(PAIR) --limit 3 --max-new-tokens 96 --screenshot docs/race.svg
+picture: pair ## race the default pair and rewrite the README's pictures of it; needs Chromium
+	@VENV=$(VENV) scripts/setup.sh dev
+	@$(PYTHON_IN) -m ui.picture --out docs
 
 clean: ## remove the environment and caches of tools
 	rm -rf $(VENV) .venv-sglang .mypy_cache .pytest_cache .ruff_cache .hypothesis

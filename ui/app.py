@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
 # Before Gradio is imported: it asks for its version and counts its users otherwise.
@@ -18,7 +19,7 @@ import gradio as gr
 from fastapi import FastAPI
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from local_runner.engine import Dtype
+from local_runner.engine import Dtype, Kind
 from local_runner.options import Settings
 from local_runner.pairs import DEFAULT_PAIR, pair_files
 from local_runner.prompts import read_prompts
@@ -26,22 +27,30 @@ from ui.ask import MOST_TOKENS, SCHEDULES
 from ui.guard import Guard
 from ui.routes import routes
 from ui.service import Service
+from ui.theme import theme
 from ui.words import words
 
 WORDS = words("en")
-SYSTEM_FONTS = ["ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Noto Sans", "sans-serif"]
-SYSTEM_MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "Noto Sans Mono", "monospace"]
 HEAD = "".join(
     [f'<link rel="stylesheet" href="dspark/assets/{name}.css">' for name in ("view", "page")]
     + [f'<script src="dspark/assets/{name}.js"></script>' for name in ("view", "page")]
 )
+ENGINES: dict[Kind, str] = {"torch": "torch", "gguf": "llama_cpp"}
 LOOPBACK = ["127.0.0.1", "localhost", "[::1]"]
 
 
 def application(
-    service: Service, base: Settings, *, replay: str | None = None, auth: str | None = None, local: bool = True
+    service: Service,
+    base: Settings,
+    *,
+    replay: str | None = None,
+    remote: bool = False,
+    auth: str | None = None,
+    local: bool = True,
 ) -> FastAPI:
     """The web application on `service`. `replay` is the id of the one run to show, `auth` is USER:PASSWORD.
+
+    With `remote`, there are no controls for what another server has decided.
 
     With `local`, only requests that name this machine's loopback are answered, so that no other page can reach it
     through a name of its own.
@@ -50,10 +59,10 @@ def application(
     app.include_router(routes(service, base))
     gr.mount_gradio_app(
         app,
-        page(base, replay),
+        page(base, replay, remote=remote),
         path="/",
         head=HEAD,
-        theme=_theme(),
+        theme=theme(),
         ssr_mode=False,
         pwa=False,
         footer_links=[],
@@ -66,7 +75,7 @@ def application(
     return app
 
 
-def page(base: Settings, replay: str | None = None) -> gr.Blocks:
+def page(base: Settings, replay: str | None = None, *, remote: bool = False) -> gr.Blocks:
     """Gradio's part: tabs and controls; with `replay`, only the view of that run."""
     labels: list[tuple[Any, dict[str, str]]] = []
 
@@ -94,7 +103,7 @@ def page(base: Settings, replay: str | None = None) -> gr.Blocks:
         if replay:
             gr.HTML(f'<dspark-race data-run="{replay}"></dspark-race>', js_on_load=None)
         else:
-            _tabs(base, named)
+            _tabs(base, named, remote)
         specification = json.dumps([names for _, names in labels])
         components = [component for component, _ in labels]
         blocks.load(None, None, components, js=f"() => dspark.labels({specification})", api_visibility="private")
@@ -104,12 +113,12 @@ def page(base: Settings, replay: str | None = None) -> gr.Blocks:
     return blocks
 
 
-def _tabs(base: Settings, named: Any) -> None:
+def _tabs(base: Settings, named: Any, remote: bool) -> None:
     with named(gr.Accordion(WORDS["settings"], open=False, elem_id="dspark-settings"), label="settings"):
-        settings = _settings(base, named)
+        settings = _settings(base, named, remote)
     with gr.Tabs():
         with named(gr.Tab(WORDS["race"], id="race"), label="race"):
-            with gr.Row(elem_classes="dspark-ask"):
+            with gr.Row(equal_height=True, elem_classes="dspark-ask"):
                 with gr.Column(scale=3, min_width=280):
                     prompt = named(
                         gr.Textbox(label=WORDS["prompt"], placeholder=WORDS["prompt_hint"], lines=3, max_lines=8),
@@ -123,12 +132,12 @@ def _tabs(base: Settings, named: Any) -> None:
                     )
                     with gr.Row(elem_classes="dspark-buttons"):
                         start = named(_button("start", "race-start", "primary"), value="start")
-                        stop = named(_button("stop", "race-stop"), value="stop")
+                        stop = named(_button("stop", "race-stop", interactive=False), value="stop")
                         reset = named(_button("reset", "race-reset"), value="reset")
             gr.HTML("<dspark-race></dspark-race>", js_on_load=None)
         with named(gr.Tab(WORDS["chat"], id="chat"), label="chat"):
             gr.HTML("<dspark-chat></dspark-chat>", js_on_load=None)
-            with gr.Row(elem_classes="dspark-ask"):
+            with gr.Row(equal_height=True, elem_classes="dspark-ask"):
                 with gr.Column(scale=3, min_width=280):
                     message = named(
                         gr.Textbox(label=WORDS["message"], placeholder=WORDS["message_hint"], lines=3, max_lines=8),
@@ -136,11 +145,11 @@ def _tabs(base: Settings, named: Any) -> None:
                         placeholder="message_hint",
                     )
                 with gr.Column(scale=2, min_width=280):
-                    system = named(gr.Textbox(label=WORDS["system"], lines=1, max_lines=4), label="system")
+                    system = named(gr.Textbox(label=WORDS["instructions"], lines=1, max_lines=4), label="instructions")
                     plain = named(gr.Checkbox(False, label=WORDS["plain"], container=False), label="plain")
                     with gr.Row(elem_classes="dspark-buttons"):
                         send = named(_button("send", "chat-send", "primary"), value="send")
-                        halt = named(_button("stop", "chat-stop"), value="stop")
+                        halt = named(_button("stop", "chat-stop", interactive=False), value="stop")
                         anew = named(_button("anew", "chat-reset"), value="anew")
         with named(gr.Tab(WORDS["machine"], id="machine"), label="machine"):
             gr.HTML("<dspark-machine></dspark-machine>", js_on_load=None)
@@ -160,11 +169,13 @@ def _tabs(base: Settings, named: Any) -> None:
     browser(measure.click, "void dspark.measure(...values)", settings, [])
 
 
-def _button(word: str, id_: str, variant: Literal["primary", "secondary"] = "secondary") -> gr.Button:
-    return gr.Button(WORDS[word], elem_id=id_, variant=variant, size="md", min_width=96)
+def _button(
+    word: str, id_: str, variant: Literal["primary", "secondary"] = "secondary", *, interactive: bool = True
+) -> gr.Button:
+    return gr.Button(WORDS[word], elem_id=id_, variant=variant, size="md", min_width=96, interactive=interactive)
 
 
-def _settings(base: Settings, named: Any) -> list[Any]:
+def _settings(base: Settings, named: Any, remote: bool) -> list[Any]:
     """The controls for what `page.js` calls FIELDS, in its order."""
 
     def choice(name: str, choices: list[str], value: str) -> Any:
@@ -186,13 +197,18 @@ def _settings(base: Settings, named: Any) -> list[Any]:
         top_p = slider("top_p", 0.05, 1, base.top_p, 0.05)
         tokens = slider("max_new_tokens", 2, min(MOST_TOKENS, 2048), base.max_new_tokens, 1)
         seed = named(gr.Textbox("" if base.seed is None else str(base.seed), label=WORDS["seed"]), label="seed")
-    with gr.Row():
+    with gr.Row(visible=not remote):
         shown = choice("pair", pairs, pair)
-        engine = choice("engine", [base.engine], base.engine)
+        engine = choice("engine", _engines(base), base.engine)
         dtype = choice("dtype", list(get_args(Dtype)), base.dtype)
         block = slider("block", 0, 16, base.block or 0, 1)
         schedule = choice("schedule", schedules, base.schedule or "auto")
     return [temperature, top_p, tokens, seed, shown, engine, dtype, block, schedule]
+
+
+def _engines(base: Settings) -> list[str]:
+    """The engines whose libraries are installed, and the one that the program was started with."""
+    return [kind for kind, library in ENGINES.items() if kind == base.engine or find_spec(library)]
 
 
 def _examples() -> list[tuple[str, str]]:
@@ -201,51 +217,3 @@ def _examples() -> list[tuple[str, str]]:
         (f"{prompt.domain}: {prompt.turns[0].splitlines()[0][:90]}", prompt.turns[0])
         for prompt in sorted(read_prompts(), key=lambda p: p.domain)
     ]
-
-
-def _theme() -> gr.themes.Base:
-    """The view's colours (see `view/view.css`) for Gradio's controls, and fonts that are there already."""
-    theme = gr.themes.Base(
-        primary_hue=gr.themes.colors.teal,
-        neutral_hue=gr.themes.colors.slate,
-        radius_size=gr.themes.sizes.radius_md,
-        font=SYSTEM_FONTS,
-        font_mono=SYSTEM_MONO,
-    )
-    light_and_dark = {
-        "body_background_fill": ("#f6f7f9", "#0e1217"),
-        "background_fill_primary": ("#ffffff", "#161b22"),
-        "background_fill_secondary": ("#f3f5f8", "#0f141a"),
-        "block_background_fill": ("#ffffff", "#161b22"),
-        "block_border_color": ("#dfe4ea", "#2a323d"),
-        "border_color_primary": ("#dfe4ea", "#2a323d"),
-        "body_text_color": ("#18202b", "#e7ecf3"),
-        "body_text_color_subdued": ("#566171", "#9dabbc"),
-        "block_label_text_color": ("#566171", "#9dabbc"),
-        "block_title_text_color": ("#566171", "#9dabbc"),
-        "block_info_text_color": ("#566171", "#9dabbc"),
-        "input_background_fill": ("#ffffff", "#0f141a"),
-        "input_border_color": ("#c9d1da", "#3a4452"),
-        "input_placeholder_color": ("#566171", "#9dabbc"),
-        "button_primary_background_fill": ("#0a7068", "#0a7068"),
-        "button_primary_background_fill_hover": ("#085a54", "#0c7a70"),
-        "button_primary_text_color": ("#ffffff", "#ffffff"),
-        "button_secondary_background_fill": ("#ffffff", "#1f2630"),
-        "button_secondary_background_fill_hover": ("#e9edf1", "#2a323d"),
-        "button_secondary_border_color": ("#7d8896", "#6f7d8e"),
-        "button_secondary_text_color": ("#18202b", "#e7ecf3"),
-        "checkbox_label_background_fill": ("#ffffff", "#161b22"),
-        "checkbox_label_background_fill_selected": ("#e0f2ef", "#15332f"),
-        "checkbox_background_color_selected": ("#0a7068", "#0a7068"),
-        "slider_color": ("#0a7068", "#4fd0c0"),
-        "link_text_color": ("#0a7068", "#4fd0c0"),
-    }
-    variables = {name: light for name, (light, _) in light_and_dark.items()}
-    dark = {f"{name}_dark": shade for name, (_, shade) in light_and_dark.items()}
-    return theme.set(
-        **variables,
-        **dark,
-        button_border_width="1px",
-        input_border_width="1px",
-        button_transition="none",
-    )

@@ -21,7 +21,7 @@ from sglang_dspark.errors import InputError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from ui.service import Service, Source
+    from ui.service import Service
 
 PAGE = "Page"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -34,7 +34,12 @@ def demo(
     settings: Settings,
     server: Annotated[
         str | None,
-        typer.Option("--server", metavar="URL", help="Decode on this SGLang server.", rich_help_panel="Sources"),
+        typer.Option(
+            "--server",
+            metavar="URL",
+            help="Decode on this server, SGLang's or dspark serve.",
+            rich_help_panel="Sources",
+        ),
     ] = None,
     server_plain: Annotated[
         str | None,
@@ -42,6 +47,16 @@ def demo(
             "--server-plain",
             metavar="URL",
             help="A server without speculation, for the lane beside it.",
+            rich_help_panel="Sources",
+        ),
+    ] = None,
+    server_key: Annotated[
+        str | None,
+        typer.Option(
+            "--server-key",
+            metavar="KEY",
+            envvar="DSPARK_API_KEY",
+            help="The key that the servers ask for.",
             rich_help_panel="Sources",
         ),
     ] = None,
@@ -85,6 +100,8 @@ def demo(
         raise InputError("--server-plain stands beside --server; give that too.")
     if server and replay:
         raise InputError("--server and --replay are both a source of rounds; give one of them.")
+    if not (server or replay):
+        _check(settings)
     recording = None
     if replay:
         from ui.recording import read
@@ -92,23 +109,33 @@ def demo(
         recording = read(*replay)
     gradio = _needed()
     listening = _bind(host, port)
+    from ui.remote import Remote
     from ui.service import Service
+    from ui.sources import Local, Recorded
 
-    service = Service(_source(settings, server, server_plain, recorded=recording is not None))
+    service = Service(
+        Recorded() if recording is not None else Remote(server, server_plain, server_key) if server else Local(settings)
+    )
     shown = service.keep(recording, settings).id if recording is not None else None
     local = host in LOOPBACK and not share
-    app = gradio(service, settings, replay=shown, auth=auth, local=local)
+    app = gradio(service, settings, replay=shown, remote=server is not None, auth=auth, local=local)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _serve(app, service, listening, auth=auth, share=share, browser=browser)
 
 
-def _source(settings: Settings, server: str | None, server_plain: str | None, *, recorded: bool) -> Source:
-    from ui.remote import Remote
-    from ui.sources import Local, Recorded
+def _check(settings: Settings) -> None:
+    """Raises InputError for what could not be decoded, before there is a page."""
+    from local_runner.pairs import load_pair
+    from sglang_dspark.decoding.schedule import parse_schedule
+    from ui.ask import read_ask
 
-    if recorded:
-        return Recorded()
-    return Remote(server, server_plain) if server else Local(settings)
+    if settings.pair and settings.target:
+        raise InputError("--pair already names a target; give either --pair or --target.")
+    if settings.pair:
+        load_pair(settings.pair)
+    if settings.schedule:
+        parse_schedule(settings.schedule)
+    read_ask({"kind": "machine", "temperature": settings.temperature, "top_p": settings.top_p}, settings)
 
 
 def _needed() -> Callable[..., FastAPI]:
@@ -127,8 +154,9 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]
         raise InputError(
-            f"The page cannot be served at {host}, port {port} ({error.strerror}); choose another --host or --port."
+            f"The page cannot be served at {host}, port {port} ({reason}); choose another --host or --port."
         ) from error
 
 

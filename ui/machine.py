@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -15,6 +16,9 @@ from local_runner.options import Settings
 from local_runner.pairs import DEFAULT_PAIR
 from local_runner.result import machine
 from sglang_dspark.errors import InputError
+
+NOT_DATA = (types.ModuleType, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+"""What holds on to half of the program, and to no part of a model."""
 
 
 def here() -> dict[str, Any]:
@@ -78,7 +82,7 @@ def _tensors(root: Any, seen: set[int], cached: bool) -> Iterator[tuple[Any, boo
             seen.add(memory)
             yield root, cached
         return
-    if id(root) in seen:
+    if id(root) in seen or isinstance(root, NOT_DATA):
         return
     seen.add(id(root))
     size = _cache_size(root)

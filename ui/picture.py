@@ -1,7 +1,8 @@
-"""Pictures of a recorded race: `python -m ui.picture --recording FILE --out docs/`.
+"""Pictures of a race: `python -m ui.picture --out docs/` runs one, keeps its recording there, and draws it.
 
-A screenshot of its end in each theme, and an animation of the replay, taken in headless Chromium. The animation is made
-frame by frame from the recording's own clock, so it runs at the true pace however slow the machine is that draws it.
+With `--recording FILE` that one is drawn. A screenshot of its end in each theme, and an animation of the replay, taken
+in headless Chromium. The animation is made frame by frame from the recording's own clock, so it runs at the true pace
+however slow the machine is that draws it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from local_runner.files import whole_file
+from local_runner.options import Settings
+from local_runner.prompts import read_prompts
 from sglang_dspark.errors import InputError
 from ui import recording
-from ui.export import export_html
+from ui.ask import Ask
+from ui.export import export_html, export_jsonl
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 INSTALL = "install Debian's packages chromium and chromium-driver, and this project's extra 'dev'"
+PROMPT = "maths-02"
+MAX_NEW_TOKENS = 96
 THEMES = ("light", "dark")
 WIDTH = 1180
 FRAMES_PER_S = 12.5
@@ -83,13 +90,13 @@ def take(chrome: Chrome, last: str) -> bytes:
     return base64.b64decode(shot["data"])
 
 
-def pictures(file: Path, out: Path) -> list[Path]:
+def pictures(chrome: Chrome, file: Path, out: Path) -> list[Path]:
     """Write `race-light.png`, `race-dark.png` and `race.webp` into `out`; return their paths."""
     from PIL import Image
 
     messages = recording.read(file)
     made = []
-    with chromium() as chrome, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "race.html"
         page.write_text(export_html(messages), encoding="utf-8")
         resize(chrome, WIDTH, 900)
@@ -115,16 +122,34 @@ def pictures(file: Path, out: Path) -> list[Path]:
     return made
 
 
+def race(file: Path, settings: Settings) -> None:
+    """Race on a built-in prompt as the page does, and write the recording to `file`."""
+    from ui.routes import recorded
+    from ui.service import Run
+    from ui.sources import Local
+
+    prompt = next(p for p in read_prompts() if p.id == PROMPT)
+    run = Run(Ask("race", settings, ({"role": "user", "content": prompt.turns[0]},)))
+    Local(settings).run(run)
+    with whole_file(file) as stream:
+        stream.write(export_jsonl(recorded(run.after())))
+
+
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m ui.picture", description="Pictures of a recorded race.")
-    parser.add_argument("--recording", type=Path, required=True, help="a recording (JSONL)")
+    parser = argparse.ArgumentParser(prog="python -m ui.picture", description="Pictures of a race.")
+    parser.add_argument("--recording", type=Path, help="a recording (JSONL); without one, the default pair races")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write into")
     given = parser.parse_args()
     try:
         if not given.out.is_dir():
             raise InputError(f"There is no folder {given.out}; make it, or give another for --out.")
-        for path in pictures(given.recording, given.out):
+        file = given.recording or given.out / "race.jsonl"
+        with chromium() as chrome:  # before the race: without a browser it would be in vain
+            if not given.recording:
+                race(file, Settings(max_new_tokens=MAX_NEW_TOKENS))
+            made = pictures(chrome, file, given.out)
+        for path in made:
             print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
     except InputError as error:
         print(f"Error: {error}", file=sys.stderr)

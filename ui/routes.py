@@ -25,7 +25,7 @@ ASSETS: dict[str, tuple[str, Callable[[], str]]] = {
     "page.css": ("text/css", words.css),
 }
 LARGEST_REQUEST = 8 * LONGEST_TEXT
-PERIOD_S = 0.03
+PERIOD_S = 0.04
 """How often a stream looks for new messages: well below the 100 ms that a token may take to the screen."""
 HEARTBEAT_S = 10.0
 

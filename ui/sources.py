@@ -27,6 +27,10 @@ from ui.words import words
 WARM_UP = Prompt("warm-up", "warm-up", turns=("Say something.",))
 
 
+class Stopped(Exception):
+    """The visitor does not want what is being fetched or loaded any more."""
+
+
 class Local:
     """The local runner: one engine at a time, loaded when it is first asked for."""
 
@@ -55,7 +59,10 @@ class Local:
         from sglang_dspark.decoding.schedule import Algorithm1
 
         decoding = ask.settings.decoding(suited=True)
-        engine = self._open(ask.settings, run)
+        try:
+            engine = self._open(ask.settings, run)
+        except Stopped:
+            return
         if run.cancelled.is_set():
             return
         if engine.block:
@@ -99,10 +106,12 @@ class Local:
         say = words(run.ask.language)
 
         def progress(text: str) -> None:
+            _go_on(run)
             run.state("compiling" if text.startswith("Compiling") else "loading", text)
 
         run.state("loading", say["looking"])
         _fetch(wanted, run)
+        _go_on(run)
         engine, self._pair = open_engine(wanted, progress)
         run.state("loading", say["warming_up"])
         if engine.block and engine.tokenizer is not None:
@@ -180,6 +189,12 @@ def _message(writer: LaneWriter, round_: Round) -> list[Message]:
     return [writer.message(round_)]
 
 
+def _go_on(run: service.Run) -> None:
+    """Raises Stopped if the run has been cancelled; between two steps of loading, because a step cannot be cut."""
+    if run.cancelled.is_set():
+        raise Stopped
+
+
 def _fetch(settings: Settings, run: service.Run) -> None:
     """Fetch a pair that is not here yet, with its progress on the page."""
     from local_runner.pairs import DEFAULT_PAIR
@@ -190,6 +205,7 @@ def _fetch(settings: Settings, run: service.Run) -> None:
     last = [-1]
 
     def report(what: str, done: int, total: int) -> None:
+        _go_on(run)
         percent = 100 * done // total if total else 0
         if percent != last[0]:
             last[0] = percent

@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,10 +156,13 @@ def test_prompts_reach_the_page_as_they_are(client: TestClient) -> None:
     assert run["prompt"] == RACE["conversation"][0]["content"]
 
 
-def test_cancelling(service: Service, client: TestClient) -> None:
+def test_cancelling(service: Service, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, decode = threading.Event(), service.source.run
+    monkeypatch.setattr(service.source, "run", lambda run: (go_on.wait(60), decode(run)))
     ids = [client.post("/dspark/runs", json=RACE).json()["id"] for _ in range(3)]
     assert client.post(f"/dspark/runs/{ids[2]}/cancel").status_code == 204
     assert [m["state"] for m in follow(client, ids[2])][-1] == "cancelled"
+    go_on.set()
     assert [m["state"] for m in follow(client, ids[1]) if m["type"] == "state"][-1] == "finished"
 
 
@@ -201,10 +205,12 @@ def test_the_program_makes_no_request_of_its_own() -> None:
 
 def test_the_first_answer_is_quick(client: TestClient) -> None:
     """Well below the 2 s of the first paint, of which the browser needs most."""
-    client.get("/")
-    began = time.perf_counter()
-    assert client.get("/").status_code == 200
-    assert time.perf_counter() - began < 1.0
+    seconds = []
+    for _ in range(4):
+        began = time.perf_counter()
+        assert client.get("/").status_code == 200
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.5
 
 
 def test_words_are_the_same_in_both_languages() -> None:

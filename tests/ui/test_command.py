@@ -36,15 +36,16 @@ def test_by_default_it_is_local_on_a_free_port(quiet: dict[str, Any]) -> None:
     assert runner.invoke(app, ["demo"]).exit_code == 0
     assert quiet["address"][0] == "127.0.0.1" and quiet["address"][1] > 0
     assert quiet["local"] is True and quiet["share"] is False and quiet["auth"] is None and quiet["replay"] is None
+    assert quiet["remote"] is False
     assert quiet["source"].name == "local" and quiet["settings"].max_new_tokens == 128
 
 
 def test_settings_and_sources(quiet: dict[str, Any], recorded: Path) -> None:
-    arguments = ["demo", "--pair", "x", "--dtype", "float32", "--threads", "3", "--auth", "ada:pass:word"]
+    arguments = ["demo", "--pair", "smollm2-135m", "--dtype", "float32", "--threads", "3", "--auth", "ada:pass:word"]
     assert runner.invoke(app, arguments).exit_code == 0
-    assert (quiet["settings"].pair, quiet["settings"].threads, quiet["auth"]) == ("x", 3, "ada:pass:word")
+    assert (quiet["settings"].pair, quiet["settings"].threads, quiet["auth"]) == ("smollm2-135m", 3, "ada:pass:word")
     assert runner.invoke(app, ["demo", "--server", "http://127.0.0.1:1/", "--host", "0.0.0.0"]).exit_code == 0
-    assert quiet["source"].name == "http://127.0.0.1:1" and quiet["local"] is False
+    assert quiet["source"].name == "http://127.0.0.1:1" and quiet["local"] is False and quiet["remote"] is True
     assert runner.invoke(app, ["demo", "--replay", str(recorded)]).exit_code == 0
     run = quiet["service"].find(quiet["replay"])
     assert run.after()[0]["type"] == "run" and run.done.is_set()
@@ -58,7 +59,11 @@ def test_settings_and_sources(quiet: dict[str, Any], recorded: Path) -> None:
         (["--server-plain", "http://x"], "--server-plain stands beside --server"),
         (["--server", "http://x", "--replay", "x.jsonl"], "both a source of rounds"),
         (["--replay", "missing.jsonl"], "missing.jsonl"),
-        (["--host", "203.0.113.7"], "cannot be served at 203.0.113.7"),
+        (["--host", "203.0.113.7"], "cannot be served at 203.0.113.7, port 0 (Cannot assign requested address);"),
+        (["--pair", "smollm"], "There is no pair 'smollm'"),
+        (["--pair", "smollm2-135m", "--target", "x"], "--pair already names a target"),
+        (["--schedule", "soon"], "soon"),
+        (["--temperature", "-1"], "'temperature' must be a number from 0 to 5"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(quiet: dict[str, Any], arguments: list[str], says: str) -> None:

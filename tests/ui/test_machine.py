@@ -1,5 +1,6 @@
 import runpy
 import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,14 @@ def test_bytes_are_counted_once_and_caches_on_their_own() -> None:
         {"part": "caches", "bytes": 28, "pool": "cpu"},
         {"part": "head", "bytes": 24 + 8, "pool": "cpu"},
     ]
+
+
+def test_what_a_library_holds_is_not_the_engines() -> None:
+    hidden = torch.zeros(9)
+    library = types.ModuleType("library")
+    library.__dict__["__getattr__"] = library.__dict__["weights"] = hidden
+    target = Holder(library=library, kind=type("Kind", (), {"weights": hidden}), call=lambda: hidden)
+    assert machine.placed(SimpleNamespace(target=target, draft=None)) == []
 
 
 def test_an_engine_that_shows_nothing_has_no_parts() -> None:

@@ -1,3 +1,4 @@
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -5,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from ui import picture
+from local_runner.options import Settings
+from sglang_dspark.errors import InputError
+from ui import picture, recording, sources
+from ui.messages import LANES, lane_rounds
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -25,18 +29,28 @@ def test_what_is_missing_is_said(recorded: Path, tmp_path: Path) -> None:
 
 def test_without_a_browser_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(picture.InputError, match="chromium-driver"), picture.chromium():
+    with pytest.raises(InputError, match="chromium-driver"), picture.chromium():
         pass
 
 
+def test_a_race_of_its_own_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = runpy.run_path(str(Path(__file__).with_name("fake_demo.py")))["fake_engine"]()
+    monkeypatch.setattr(sources, "open_engine", lambda settings, say: (engine, "fake-pair"))
+    monkeypatch.setattr(sources, "_fetch", lambda settings, run: None)
+    picture.race(tmp_path / "race.jsonl", Settings(max_new_tokens=24))
+    messages = recording.read(tmp_path / "race.jsonl")
+    assert messages[0]["type"] == "run" and messages[0]["prompt"].startswith("Solve 3x + 7")
+    assert [len(lane_rounds(messages, lane)) > 5 for lane in LANES] == [True, True]
+    assert [m["identical"] for m in messages if m["type"] == "verdict"] == [True]
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("browser")
-def test_pictures_of_a_recording(recorded: Path, tmp_path: Path) -> None:
+def test_pictures_of_a_recording(browser: Any, recorded: Path, tmp_path: Path) -> None:
     from PIL import Image
 
     out = tmp_path / "out"
     out.mkdir()
-    made = picture.pictures(recorded, out)
+    made = picture.pictures(browser, recorded, out)
     assert [p.name for p in made] == ["race-light.png", "race-dark.png", "race.webp"]
     assert all(p.stat().st_size < 300_000 for p in made[:2])
     assert made[2].stat().st_size < 1_500_000

@@ -43,7 +43,7 @@ class SGLang(ThreadingHTTPServer):
         self.words = WORDS
         self.hold = threading.Event()
         self.hold.set()
-        self.bad_events = False
+        self.bad_events = self.lost = False
 
     def handle_error(self, *args: Any) -> None:
         """A client that hangs up is what some tests are about."""
@@ -84,6 +84,8 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.came:
             self.server.came.wait_for(lambda: name in self.server.asked, timeout=5)
         self._events()
+        if self.server.lost:
+            self.wfile.write(b'event: dropped\ndata: {"rounds": 2}\n\n')
         for round_ in rounds(name):
             data: dict[str, Any] = asdict(round_)
             if self.server.texts:
@@ -190,6 +192,7 @@ def test_sampled_answers_are_not_compared(server: SGLang) -> None:
     [
         ({"plugin": False}, "has no DSpark round stream"),
         ({"status": 503}, "answered 503"),
+        ({"lost": True}, "lost rounds before they could be read"),
         ({"bad_events": True}, "sent a round that cannot be read: 'accepted' must be"),
     ],
 )
@@ -207,7 +210,7 @@ def test_a_server_that_is_not_there_or_not_one() -> None:
         Remote("not a url").run(ask())
 
 
-def test_a_run_is_cancelled_at_the_next_event(server: SGLang) -> None:
+def test_a_run_is_cancelled_without_waiting_for_the_server(server: SGLang) -> None:
     server.hold.clear()
     run = ask("chat")
     working = threading.Thread(target=Remote(server.url).run, args=(run,))
@@ -215,8 +218,7 @@ def test_a_run_is_cancelled_at_the_next_event(server: SGLang) -> None:
     while not any(m["type"] == "round" for m in run.after()):
         assert working.is_alive()
     run.cancelled.set()
-    server.hold.set()
-    working.join(timeout=5)
+    working.join(timeout=20)
     assert not working.is_alive()
     assert len([m for m in run.after() if m["type"] == "round"]) < 3
 

@@ -221,3 +221,18 @@ def test_a_recording_answers_nothing_else() -> None:
     with pytest.raises(InputError, match="shows a recorded run"):
         Recorded().run(Run(ask()))
     assert Recorded().machine()["machine"]
+
+
+def test_loading_stops_at_its_next_step(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(ask())
+
+    def open_slowly(settings: Settings, say: Callable[[str], None]) -> tuple[Any, str]:
+        run.cancelled.set()
+        return loads.open(settings, say)
+
+    local = Local(SETTINGS)
+    monkeypatch.setattr(sources, "open_engine", open_slowly)
+    local.run(run)
+    assert [m["text"] for m in run.after() if m["type"] == "state"][-1] == "Looking for the models"
+    monkeypatch.setattr(sources, "open_engine", loads.open)
+    assert done(local, ask())[-1]["type"] == "verdict"

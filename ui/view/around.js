@@ -106,6 +106,7 @@ class Around extends Skeleton {
   showRun() {
     const parts = (this.run?.memory || []).filter((p) => p.bytes > 0);
     const { bar, list, none } = this.store;
+    this.root.classList.toggle("unstarted", !this.run);
     bar.replaceChildren();
     list.replaceChildren();
     none.hidden = parts.length > 0;
