@@ -92,7 +92,7 @@ def take(chrome: Chrome, last: str) -> bytes:
 
 def pictures(chrome: Chrome, file: Path, out: Path) -> list[Path]:
     """Write `race-light.png`, `race-dark.png` and `race.webp` into `out`; return their paths."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     messages = recording.read(file)
     made = []
@@ -116,6 +116,12 @@ def pictures(chrome: Chrome, file: Path, out: Path) -> list[Path]:
             chrome.execute_script("race.seek(arguments[0])", n * pace / FRAMES_PER_S)
             shot = Image.open(io.BytesIO(take(chrome, ".panel.timeline"))).convert("RGB")
             frames.append(shot.resize((ANIMATION_WIDTH, round(shot.height * ANIMATION_WIDTH / shot.width))))
+        # Lines that wrap as numbers grow move what is below them; an animation has one size.
+        height = max(frame.height for frame in frames)
+        edge = frames[0].resize((1, 1), box=(0, 0, 1, 1)).tobytes()
+        frames = [
+            ImageOps.pad(f, (f.width, height), color=(edge[0], edge[1], edge[2]), centering=(0, 0)) for f in frames
+        ]
         made.append(out / "race.webp")
         times = [round(1000 / FRAMES_PER_S)] * (len(frames) - 1) + [HOLD_MS]
         frames[0].save(made[-1], save_all=True, append_images=frames[1:], duration=times, loop=0, quality=55, method=4)
