@@ -29,8 +29,11 @@ def here() -> dict[str, Any]:
 def placed(engine: Engine) -> list[dict[str, Any]]:
     """The engine's parts: target, draft head and caches, with their bytes and the memory pool that holds them.
 
-    Counted from the tensors that are loaded, each once; empty for an engine whose tensors cannot be seen.
+    Counted from the tensors that are loaded, each once, or what the engine says where its tensors cannot be seen.
     """
+    if said := getattr(engine, "description", {}).get("memory"):
+        pool = str(engine.description.get("device", ""))
+        return [{"part": part, "bytes": size, "pool": pool} for part, size in said.items()]
     if "torch" not in sys.modules:
         return []
     seen: set[int] = set()

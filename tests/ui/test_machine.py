@@ -68,3 +68,12 @@ def test_the_default_pair_has_a_place_and_a_reason_for_each_part() -> None:
     plan = machine.planned(Settings(pair=DEFAULT_PAIR), 512)
     assert plan["pools"] and all(pool["bandwidth"] > 0 for pool in plan["pools"])
     assert all(part["bytes"] > 0 and part["reason"] and part["pool"] for part in plan["parts"])
+
+
+def test_an_engine_whose_tensors_cannot_be_seen_says_what_it_takes() -> None:
+    engine: Any = SimpleNamespace(description={"device": "cpu", "memory": {"target": 90, "head": 30, "caches": 7}})
+    assert machine.placed(engine) == [
+        {"part": "target", "bytes": 90, "pool": "cpu"},
+        {"part": "head", "bytes": 30, "pool": "cpu"},
+        {"part": "caches", "bytes": 7, "pool": "cpu"},
+    ]

@@ -22,11 +22,15 @@ from local_runner.engines.gguf.target import OUTPUTS, LlamaTarget
 from local_runner.engines.gguf.tokenizer import read_tokenizer
 from local_runner.engines.torch.engine import TorchEngine, use_calibration
 from local_runner.engines.torch.load import DEFAULT_CONTEXT, stop_ids
+from local_runner.footprint.caches import caches, from_gguf
 from sglang_dspark import __version__
+from sglang_dspark.checkpoints.fields import Fields
 from sglang_dspark.decoding.calibrate import Calibration
 from sglang_dspark.decoding.rounds import Round
 from sglang_dspark.errors import InputError
 
+HALF = 2
+"""Bytes of a float16."""
 MOST_THREADS = 512
 """More would end the process."""
 
@@ -165,7 +169,7 @@ def load_engine(
         _check_loaded(loaded, head, model)
         drafter = LlamaDrafter(loaded, model, block=rows, confident=head.confident, threads=cores)
     tokenizer = read_tokenizer(file)
-    description = {
+    description: dict[str, Any] = {
         "engine": "gguf",
         "device": "gpu" if gpu else "cpu",
         "dtype": file.quantisation,
@@ -182,6 +186,7 @@ def load_engine(
         },
     }
     confident = head is not None and head.confident
+    description["memory"] = _memory(file, head, length)
     engine = LlamaEngine(
         model,
         drafter,
@@ -193,6 +198,20 @@ def load_engine(
     )
     use_calibration(engine, draft)
     return engine
+
+
+def _memory(file: TargetFile, head: DraftFile | None, length: int) -> dict[str, int]:
+    """Bytes of the weights, as the files have them, and of the caches, from the header: the library allocates those
+    whole, in float16. A draft's weights and cache are its own; embedding and lm_head are the target's.
+    """
+    assert file.target.header is not None, "a .gguf file has a header"
+    fields = Fields(from_gguf(file.target.header.fields, file.target.layers), file.path)
+    kept = sum(c.size(length, 0, "float16") for c in caches(fields, file.target.layers))
+    parts = {"target": file.path.stat().st_size}
+    if head is not None:
+        parts["head"] = head.path.stat().st_size
+        kept += sum(2 * a.kv_heads * a.head_dim * HALF * length for a in head.config.attention)
+    return parts | {"caches": kept}
 
 
 def _gpu(library: Library, device: str) -> bool:

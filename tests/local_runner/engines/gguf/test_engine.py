@@ -333,3 +333,14 @@ def test_golden_runs(golden: Path, open_: Open, tmp_path: Path, request: pytest.
             if list(ours.drafted) == theirs["drafted_full"]:
                 assert [logit(c) for c in ours.confidence] == pytest.approx(theirs["confidence_logits"], abs=0.05)
     assert total > 40 and same > 0.9 * total
+
+
+def test_it_says_what_it_takes(target: Make, draft: Make, open_: Open) -> None:
+    file = target(type_="F32")
+    alone, both = open_(file), open_(file, draft())
+    rows = alone.target.context_length
+    per_row = alone.target.layers * 2 * 2  # keys and values, in float16, of each layer
+    taken = alone.description["memory"]
+    assert taken["target"] == file.stat().st_size and set(taken) == {"target", "caches"}
+    assert taken["caches"] > 0 and taken["caches"] % (rows * per_row) == 0
+    assert both.description["memory"]["caches"] > taken["caches"] and both.description["memory"]["head"] > 0
