@@ -35,10 +35,10 @@ def test_it_is_compiled_once(store: Path, kernel: Any, monkeypatch: pytest.Monke
     commands: list[list[str]] = []
     run = build._run
 
-    def compile_nothing(command: list[str]) -> bytes:
+    def compile_nothing(command: list[str], what: str) -> bytes:
         commands.append(command)
         if "-o" not in command:
-            return run(command)
+            return run(command, what)
         shutil.copy(kernel._name, command[command.index("-o") + 1])
         return b""
 
@@ -110,7 +110,7 @@ def test_the_functions_of_one_number(kernel: Any, tmp_path: Path) -> None:
     (tmp_path / "within.cpp").write_text(WITHIN)
     compiler = build.find_compiler()
     assert compiler is not None
-    build._run([compiler, *build.FLAGS, str(tmp_path / "within.cpp"), "-o", str(tmp_path / "within.so")])
+    build._run([compiler, *build.FLAGS, str(tmp_path / "within.cpp"), "-o", str(tmp_path / "within.so")], "within.cpp")
     spread = torch.logspace(-6, 1.93, 4096)
     x = torch.cat([spread, -spread, torch.linspace(-87, 87, 8192), torch.zeros(16)])
     exponentials, silus = torch.empty_like(x), torch.empty_like(x)
