@@ -88,9 +88,9 @@ def home() -> str | None:
     return HOME
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A store of these tests' own."""
+    """A store of these tests' own; of a module's, so that tests elsewhere do not get it too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DSPARK_HOME", str(tmp_path_factory.mktemp("store")))
         yield
