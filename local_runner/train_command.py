@@ -154,13 +154,15 @@ def say(text: str) -> None:
 
 
 def _where(target: str, device: str, threads: int | None = None) -> Where:
+    from local_runner.engines.torch.load import pick_device
     from local_runner.progress import shown
     from local_runner.store import resolve
     from local_runner.training import Where
 
     with shown() as report:
         path = resolve(target, may_pull=True, report=report).target_path
-    return Where(path, device, threads or os.cpu_count() or 1)
+    # What computes decides how the work is shared out, so it is settled here.
+    return Where(path, pick_device(device).type, threads or os.cpu_count() or 1)
 
 
 def _synthesise(
@@ -174,7 +176,7 @@ def _synthesise(
     from sglang_dspark.training.synthesise import Settings
 
     # Products of this size gain nothing from a second thread that a second process does not gain in full.
-    workers = (threads or os.cpu_count() or 1) if where.device != "cuda" else 1
+    workers = (threads or os.cpu_count() or 1) if where.device == "cpu" else 1
     texts = [(p.domain, p.turns[0]) for p in read_prompts(prompts) if p.turns] if prompts else []
     return run(
         replace(where, threads=1), Settings(**settings), out, conversations=conversations,

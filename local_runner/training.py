@@ -170,7 +170,7 @@ def _work(
             there = (c for shard in sorted(out.glob("*.jsonl")) for c in read_shard(shard))
             seen = [prompt_key(tokenizer.decode(c.tokens[first : c.answer - last])) for c in there]
         synthesis = Synthesis(
-            decoder(model, settings.slots, need, quantised=quantised and where.device != "cuda"),
+            decoder(model, settings.slots, need, quantised=quantised and model.device.type == "cpu"),
             tokenizer, template, settings, numbers, whole, seen, stops,
         )  # fmt: skip
         results.put(("ready", None))

@@ -63,7 +63,8 @@ def _verified(view: Any) -> list[Part]:
         )
     if cpu and (view.tp_size, view.pp_size, view.dp_size) != (1, 1, 1):
         raise InputError("DSPARK on a CPU runs in one process; leave out --tp-size, --pp-size and --dp-size.")
-    return hooks.verified(["checkpoints", "models", *(["cpu"] if cpu else [])])  # type: ignore[list-item]
+    used: list[Part] = ["checkpoints", "models"]
+    return hooks.verified([*used, "cpu"] if cpu else used)
 
 
 def _admitted(view: Any, parts: list[Part]) -> drafts.Admitted | None:
