@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from sglang_dspark.checkpoints.findings import Finding, Subject
     from sglang_dspark.checkpoints.places import Place
 
-PROMPTS, PROMPT_TOKENS = 3, 256
+PROMPTS, PROMPT_TOKENS = 6, 256
 """What the acceptance probe reads, and how much of each."""
+SECONDS = 45.0
+"""After which the probe begins no other prompt."""
 COLOURS = {"ok": "green", "runs": "green", "note": "cyan", "warning": "yellow", "worse": "yellow", "failure": "red",
-           "fails": "red", "unavailable": "dim"}  # fmt: skip
+           "fails": "red"}  # fmt: skip
 
 
 def doctor(
@@ -140,7 +142,7 @@ def _probe(subject: Subject) -> list[Finding]:
     else:
         texts = [p.turns[0] for p in take(read_prompts(), PROMPTS)]
         prompts = [engine.encode_chat([{"role": "user", "content": t}])[:PROMPT_TOKENS] for t in texts]
-    return list(acceptance(measure(engine.target, engine.draft, prompts, engine.target.layers)))
+    return list(acceptance(measure(engine.target, engine.draft, prompts, engine.target.layers, SECONDS)))
 
 
 def show(report: Report) -> None:

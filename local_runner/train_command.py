@@ -89,6 +89,10 @@ def train(
         typer.Option("--markov", help="The sequential head; none is DFlash."),
     ] = None,
     rank: Annotated[int | None, typer.Option("--rank", min=1, help="Of the sequential head.")] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="HEAD", help="Begin with the weights of this head instead of random ones."),
+    ] = None,
     feature_budget: Annotated[
         str, typer.Option("--feature-budget", help="Memory for kept features of the target; the rest is recomputed.")
     ] = "4GB",
@@ -130,7 +134,7 @@ def train(
             say(f"Made {made['conversations']} conversations, {made['answer_tokens']} answer tokens.")
         how = run(
             where, shape, chosen, folder, out, seconds=None if left is None else left * 60, feature_budget=budget,
-            precision=precision, cancelled=cancelled, say=say,
+            precision=precision, start=start, cancelled=cancelled, say=say,
         )  # fmt: skip
     held = how["held_out"]
     quality = f", accepted length {held['accepted_length']:.2f} on held-out text" if held else ""

@@ -199,28 +199,33 @@ def train(
     seconds: float | None,
     feature_budget: int,
     precision: str,
+    start: Path | None = None,
     cancelled: threading.Event,
     say: Say,
 ) -> dict[str, Any]:
     """Train a head for the target on the conversations in `data` and write it into `out`; return how it came out.
 
-    Continues what was begun in `out`. Raises InputError for too little memory or another recipe than was begun with.
+    Continues what was begun in `out`, or begins with the weights of the head at `start`. Raises InputError for too little memory or another recipe than was begun with.
     """
     import torch
 
     from sglang_dspark.training.features import FeatureCache, TargetReader
-    from sglang_dspark.training.head import export, head_config, head_fields, mask_token
+    from sglang_dspark.training.head import begin_with, export, head_config, head_fields, mask_of, mask_token
     from sglang_dspark.training.model import TrainableDraft
     from sglang_dspark.training.plan import training_memory
     from sglang_dspark.training.train import Trainer
 
     model, tokenizer, _ = load(where)
-    said = head_fields(model.config, shape, mask_token(tokenizer, model.config.get_text_config().vocab_size))
+    text = model.config.get_text_config()
+    mask = mask_token(tokenizer, text.vocab_size) if start is None else mask_of(start)
+    said = head_fields(model.config, shape, mask)
     config = head_config(said)
     embedding = model.get_input_embeddings().weight
     torch.manual_seed(recipe.seed)
     longest, digest = _about_data(data)
     draft = TrainableDraft(config, embedding, longest + config.block).to(embedding.device)
+    if start is not None:
+        begin_with(draft, start, text.num_hidden_layers)
     parts = training_memory(draft, model, recipe, longest, feature_budget)
     need = sum(p.bytes for p in parts)
     say("Memory: " + ", ".join(f"{p.name} {p.bytes / 1e6:.0f} MB" for p in parts) + f"; {need / 1e9:.2f} GB in all")
@@ -239,7 +244,7 @@ def train(
     progress = trainer.progress
     provenance = {
         "target": where.target.name, "shape": asdict(shape), "recipe": asdict(recipe), "data_sha256": digest,
-        "conversations": len(trainer.train), "steps": progress.step, "seconds": round(progress.seconds, 1),
+        "start": start and start.name, "conversations": len(trainer.train), "steps": progress.step, "seconds": round(progress.seconds, 1),
         "held_out": progress.metrics[-1] if progress.metrics else None, "torch": torch.__version__,
     }  # fmt: skip
     export(trainer.average, said, provenance, out)

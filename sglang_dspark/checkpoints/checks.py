@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 from sglang_dspark.checkpoints.drafts import ANCHOR_OPEN, article
@@ -12,6 +11,7 @@ from sglang_dspark.checkpoints.fit import check_anchor, tensor_problems
 from sglang_dspark.checkpoints.head_checks import confidence, markov, nesting, packing, tables, vocabulary
 from sglang_dspark.checkpoints.spelling import expected_tensors
 from sglang_dspark.checkpoints.words import brief
+from sglang_dspark.draft.config import tap_problem
 from sglang_dspark.errors import InputError
 
 Check = Callable[[Subject], Iterator[Finding]]
@@ -29,14 +29,14 @@ def configuration(s: Subject) -> Iterator[Finding]:
         yield Finding(
             "configuration",
             "failure",
-            f"This is {article(draft.format.title)}, not a DSpark draft.",
+            s.problem or "",
             f"serve it with --speculative-algorithm {algorithm}",
             everywhere("fails", "it is no DSpark draft"),
         )
     elif draft.format.foreign:
         why = f"its backbone is {draft.format.foreign}'s"
         effects = {e: Effect("fails", why) for e in ("torch", "vllm", "llama.cpp")}
-        yield Finding("configuration", "note", f"This is {article(draft.format.title)}; {why}.", effects=effects)
+        yield Finding("configuration", "note", s.problem or "", effects=effects)
     elif s.problem:
         effects = everywhere("fails", "its configuration is at fault")
         if draft.reading.unsupported:
@@ -95,34 +95,14 @@ def taps(s: Subject) -> Iterator[Finding]:
             everywhere("fails", "it does not say which layers it taps"),
         )
         return
-    if any(b <= a for a, b in pairwise(ids)):
-        yield Finding(
-            "taps",
-            "failure",
-            f"The tapped layers {ids} do not rise.",
-            "",
-            everywhere("fails", "its tapped layers are not in order"),
-        )
-    elif layers is not None and ids[-1] == layers and min(ids) >= 0:
-        text = f"The tapped layers {ids} go one past the last of {layers} layers: they look counted as inputs."
-        yield Finding(
-            "taps",
-            "failure",
-            text,
-            "subtract 1 from each in a field that counts outputs",
-            everywhere("fails", "its tapped layers are off by one"),
-        )
-    elif layers is not None and not -1 <= ids[0] <= ids[-1] < layers:
-        yield Finding(
-            "taps",
-            "failure",
-            f"The tapped layers {ids} leave -1..{layers - 1}.",
-            "",
-            everywhere("fails", "its tapped layers are not the target's"),
-        )
+    if problem := tap_problem(ids, layers):
+        inputs = "counted as inputs" in problem
+        why = "its tapped layers are off by one" if inputs else "its tapped layers are not the target's"
+        remedy = "subtract 1 from each in a field that counts outputs" if inputs else ""
+        yield Finding("taps", "failure", f"{_upper(problem)}.", remedy, everywhere("fails", why))
     elif ids[0] == -1 or ids[-1] + 1 == layers:
         sglang = "SGLang raises for the embedding" if ids[0] == -1 else "SGLang never captures the last layer's output"
-        effects = {"sglang": Effect("fails", sglang)}
+        effects = {e: Effect("fails", sglang) for e in ("sglang", "sglang-dspark")}
         if ids[-1] + 1 == layers:
             effects["llama.cpp"] = Effect("fails", "llama.cpp taps inputs of layers only")
         text = f"The tapped layers {ids}, as outputs, include one that not every engine can tap."
@@ -146,7 +126,10 @@ def anchor(s: Subject) -> Iterator[Finding]:
             "failure",
             ANCHOR_OPEN.format(name=draft.name),
             "add sample_from_anchor to config.json",
-            everywhere("worse", "engines read its anchor differently", "add sample_from_anchor"),
+            {
+                **everywhere("worse", "engines read its anchor differently", "add sample_from_anchor"),
+                "sglang-dspark": Effect("fails", "it does not say how its anchor is read", "add sample_from_anchor"),
+            },
         )
     elif not first:
         try:
@@ -202,7 +185,10 @@ def block(s: Subject) -> Iterator[Finding]:
             "failure",
             text,
             f"draft at most {trained}",
-            {**everywhere("worse", why, f"draft at most {trained}"), "torch": Effect("fails", why)},
+            {
+                **everywhere("worse", why, f"draft at most {trained}"),
+                **{e: Effect("fails", why) for e in ("torch", "sglang-dspark")},
+            },
         )
     elif proposed is not None and proposed != trained:
         text = f"The file proposes {proposed} tokens a round but its block of {rows} rows drafts {trained}."

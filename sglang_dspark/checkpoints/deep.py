@@ -128,7 +128,7 @@ def copies(s: Subject, seen: Seen) -> Iterator[Finding]:
                 "warning",
                 f"The draft's {what} differs from the target's.",
                 "use an engine that keeps it",
-                {"sglang": Effect("worse", why)},
+                {"sglang": Effect("worse", why), "sglang-dspark": Effect("fails", f"SGLang {why[3:]}")},
             )
 
 

@@ -26,12 +26,12 @@ from sglang_dspark.checkpoints.targets import Target
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.errors import InputError
 
-UNAVAILABLE = ("sglang-dspark",)
 ON = {"gguf": "llama.cpp"}
 """Engines that compute with another one, and can do what that can."""
 READS: dict[str, tuple[str, ...]] = {
     "torch": ("deepspec", "specforge", "speculators", "sglang", "gguf"),
     "sglang": ("deepspec", "specforge", "sglang", "lfm2", "minimax", "deepseek-v4"),
+    "sglang-dspark": ("deepspec", "specforge", "speculators", "sglang", "lfm2", "minimax", "deepseek-v4"),
     "vllm": ("deepspec", "specforge", "speculators", "sglang", "deepseek-v4"),
     "gguf": ("deepspec", "specforge", "speculators", "sglang", "gguf"),  # what is no GGUF it converts by itself
     "llama.cpp": ("gguf",),
@@ -116,8 +116,6 @@ def _addressed(remedy: str, called: str) -> str:
 
 def verdict(engine: str, s: Subject, findings: Sequence[Finding]) -> Verdict:
     """The worst of what the findings, the format and the backbone mean for `engine`."""
-    if engine in UNAVAILABLE:
-        return Verdict(engine, "unavailable", [Effect("unavailable", "this engine does not exist yet")])
     named = (f.effects.get(engine) or f.effects.get(ON.get(engine, "")) for f in findings)
     effects = [*_format_effects(engine, s), *(effect for effect in named if effect)]
     level = LEVELS[max((LEVELS.index(e.level) for e in effects), default=0)]
@@ -126,13 +124,24 @@ def verdict(engine: str, s: Subject, findings: Sequence[Finding]) -> Verdict:
 
 def _format_effects(engine: str, s: Subject) -> Iterator[Effect]:
     draft, gemma = s.draft, s.config is not None and s.config.backbone == "gemma4"
-    if engine == "sglang" and gemma:
+    if engine == "sglang-dspark" and gemma and s.config is not None and (why := gemma4_problem(s.config)):
+        yield Effect("fails", why, "run it on the PyTorch engine")
+    elif engine == "sglang" and gemma:
         yield Effect("fails", "it has no class for Gemma4DSparkModel", "run it on the PyTorch engine")
     elif engine in ("vllm", "llama.cpp", "gguf") and gemma:
         yield Effect("fails", "it has no Gemma 4 backbone for drafts", "run it on the PyTorch engine")
     elif draft.format.name not in READS[engine] and draft.format.kind == "dspark" and not draft.format.foreign:
-        remedy = {"sglang": TO_SGLANG, "llama.cpp": TO_GGUF, "vllm": TO_DEEPSPEC}
+        remedy = {"sglang": TO_SGLANG, "sglang-dspark": TO_DEEPSPEC, "llama.cpp": TO_GGUF, "vllm": TO_DEEPSPEC}
         yield Effect("fails", f"it does not read {draft.format.name} files", remedy.get(engine, ""))
+
+
+def gemma4_problem(config: DraftConfig) -> str | None:
+    """Why SGLang cannot hold a draft with a Gemma 4 backbone, or None."""
+    if config.activation == "silu":
+        return "its Gemma 4 backbone has silu, which only the PyTorch engine computes"
+    if len({(a.kv_heads, a.head_dim) for a in config.attention}) > 1:
+        return "its layers have keys of different shapes, which SGLang's cache for drafts cannot hold"
+    return None
 
 
 def explain(name: str) -> str:

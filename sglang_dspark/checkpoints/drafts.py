@@ -94,7 +94,11 @@ class Draft:
         if self.format.kind != "dspark":
             raise InputError(f"{self.name} is {article(self.format.title)}, which is not DSpark; give a DSpark draft.")
         if self.format.foreign:
-            raise InputError(f"{self.name} has a {self.format.foreign} backbone, which no engine of this package has.")
+            title = article(self.format.title)
+            raise InputError(
+                f"{self.name} is {title}, whose {self.format.foreign} backbone this package does not compute; serve it"
+                " with SGLang."
+            )
         if self.reading.unsupported:
             raise InputError(self.reading.unsupported[0])
         if self.reading.anchor_first is None:

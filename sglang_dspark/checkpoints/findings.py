@@ -11,8 +11,8 @@ from sglang_dspark.checkpoints.targets import Target
 from sglang_dspark.draft.config import DraftConfig
 
 State = Literal["ok", "note", "warning", "failure"]
-Level = Literal["runs", "worse", "fails", "unavailable"]
-LEVELS: tuple[Level, ...] = ("runs", "worse", "fails", "unavailable")
+Level = Literal["runs", "worse", "fails"]
+LEVELS: tuple[Level, ...] = ("runs", "worse", "fails")
 
 ENGINES = {
     "torch": "this package, PyTorch engine",
@@ -26,7 +26,7 @@ BASIS = {
     "torch": "run",
     "gguf": "run",
     "sglang": "run, and its source read",
-    "sglang-dspark": "none",
+    "sglang-dspark": "run",
     "vllm": "public reports, not verified here",
     "llama.cpp": "run, and its source read",
 }

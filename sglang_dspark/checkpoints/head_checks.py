@@ -24,9 +24,8 @@ def markov(s: Subject) -> Iterator[Finding]:
             "note",
             "There is no Markov head: drafts are those of the backbone alone.",
             effects={
-                "sglang": Effect(
-                    "fails", "its DSPARK needs a Markov head", "serve it with --speculative-algorithm DFLASH"
-                )
+                engine: Effect("fails", "DSPARK needs a Markov head", "serve it with --speculative-algorithm DFLASH")
+                for engine in ("sglang", "sglang-dspark")
             },
         )
     elif kind != "vanilla":
@@ -92,7 +91,7 @@ def confidence(s: Subject) -> Iterator[Finding]:
             "confidence",
             "note",
             "There is no confidence head, so nothing can be scheduled by confidence.",
-            effects={"sglang": Effect("worse", why)},
+            effects={engine: Effect("worse", why) for engine in ("sglang", "sglang-dspark")},
         )
     elif not s.config.confidence_with_markov and s.draft.raw.get("confidence_head_with_markov") is not False:
         why = "it takes the confidence head as one with Markov features, which does not load in scheduling modes"
@@ -123,7 +122,10 @@ def vocabulary(s: Subject) -> Iterator[Finding]:
         "warning",
         f"The draft knows {size} of the target's {full} tokens.",
         TO_SGLANG,
-        {"sglang": Effect("fails", "it drops reduced vocabularies", TO_SGLANG)},
+        {
+            "sglang": Effect("fails", "it drops reduced vocabularies", TO_SGLANG),
+            "sglang-dspark": Effect("fails", "SGLang cannot represent a reduced vocabulary", TO_SGLANG),
+        },
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,8 +16,10 @@ from sglang_dspark.draft.config import DraftConfig
 TOKENS = 48
 """Tokens of answer that each prompt is given."""
 SHIFTS = (0, -1, 1)
-CLEAR = 1.25
-"""How many times more tokens a round another reading has to give before this one is called wrong."""
+CLEAR, SAME = 4.0, 2.0
+"""Standard errors by which another reading has to be likelier before this one is called wrong, and within which two
+readings are told apart by nothing.
+"""
 WEAK = 1.5
 
 
@@ -53,8 +55,8 @@ class Drafter(Protocol):
     def observe(self, features: Tensor, position: int) -> None:
         """Commit context rows."""
 
-    def draft(self, anchor: int, position: int) -> Drafted:
-        """Draft a block after the anchor."""
+    def draft(self, anchor: int, position: int, choose: Callable[[int, Tensor], int] | None = None) -> Drafted:
+        """Draft a block after the anchor; `choose` says which token follows in each row, else the likeliest."""
 
 
 class Drafted(Protocol):
@@ -64,16 +66,29 @@ class Drafted(Protocol):
     def tokens(self) -> list[int]:
         """γ ids."""
 
+    @property
+    def logits(self) -> Tensor:
+        """[γ, V], each row given the tokens before it."""
+
 
 @dataclass(slots=True)
 class Agreement:
     """How often drafts were what the target said. `survived[k]` counts blocks whose first k + 1 drafts all were;
-    `late[k]` counts drafts k that are what draft k - 1 should have been.
+    `late[k]` counts drafts k that are what draft k - 1 should have been. `likelihoods` has for each block the mean
+    log-probability, in nats, that the draft gives to what the target said, each token given those before it.
     """
 
     blocks: int = 0
     survived: list[int] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
+    likelihoods: list[float] = field(default_factory=list)
+
+    def beyond(self, other: Agreement) -> float:
+        """By how many standard errors the target's words are likelier than with `other`, on the same blocks."""
+        gain = torch.tensor(self.likelihoods) - torch.tensor(other.likelihoods)
+        if len(gain) < 2 or not float(gain.abs().max()):
+            return 0.0
+        return float(gain.mean() / (gain.std() / len(gain) ** 0.5).clamp_min(1e-9))
 
     @property
     def survival(self) -> list[float]:
@@ -153,37 +168,34 @@ def _compare(draft: Drafter, tokens: list[int], features: Tensor, prompt: int, f
         if len(said) < draft.block:
             break
         found.add(draft.draft(anchor, position).tokens, anchor, said)
+        block = draft.draft(anchor, position, _follow(said))
+        rows = block.logits.float().log_softmax(-1)
+        found.likelihoods.append(float(rows.gather(1, torch.tensor(said, device=rows.device)[:, None]).mean()))
         draft.observe(features[position : position + 1], position)
+
+
+def _follow(tokens: Sequence[int]) -> Callable[[int, Tensor], int]:
+    return lambda k, logits: tokens[k]
 
 
 def acceptance(found: dict[int, Agreement]) -> Iterator[Finding]:
     """With both models at hand, drafts are compared with what the target says next, as the file reads and otherwise.
 
-    A convention that is read wrongly shows: with layers off by one, acceptance rises when every tap is moved to its
-    neighbour; with an anchor that has a row of its own, position 0 is dead and later drafts fit one place earlier. A
-    weak head shows low acceptance at every reading. Acceptance is measured position by position on greedy text.
+    A convention that is read wrongly shows: with layers off by one, the target's words grow likelier when every tap is
+    moved to its neighbour (compared block by block, because acceptance alone is too coarse); with an anchor that has a
+    row of its own, position 0 is dead and later drafts fit one place earlier. A weak head shows low acceptance at every
+    reading. Some heads draft as well from the layers beside theirs: then nothing can tell, and that is said.
     """
     read = found[0]
     if not read.blocks:
         yield Finding("acceptance", "note", "No block was drafted, so acceptance is not known.")
         return
     shape = ", ".join(f"{100 * s:.0f}%" for s in read.survival)
-    best = max((s for s in found if s), key=lambda s: found[s].accepted, default=0)
+    others = {shift: of.beyond(read) for shift, of in found.items() if shift}
+    best = max(others, key=lambda shift: others[shift], default=0)
     late = sum(read.late[1:]) / (read.blocks * max(1, len(read.late) - 1))
     measured = f"{read.accepted:.2f} tokens a round over {read.blocks} blocks; survival by position {shape}"
-    if best and found[best].accepted > CLEAR * read.accepted:
-        text = (
-            f"The tapped layers are off by one: with each moved by {best:+d} the draft gives {found[best].accepted:.2f}"
-            f" tokens a round instead of {read.accepted:.2f}."
-        )
-        yield Finding(
-            "acceptance",
-            "failure",
-            text,
-            f"add {best} to each tapped layer",
-            everywhere("worse", "its tapped layers are off by one"),
-        )
-    elif late > 0.2 and late > 2 * read.survival[0]:
+    if late > 0.2 and late > 2 * read.survival[0]:
         text = (
             f"The anchor is read wrongly: drafts fit one place earlier ({100 * late:.0f}% do), while position 0 fits in"
             f" {100 * read.survival[0]:.0f}%; the block has a row more than it drafts."
@@ -195,9 +207,24 @@ def acceptance(found: dict[int, Agreement]) -> Iterator[Finding]:
             "set sample_from_anchor to false",
             everywhere("worse", "its anchor is read wrongly"),
         )
+    elif best and others[best] > CLEAR:
+        text = (
+            f"The tapped layers are off by one: with each moved by {best:+d} the draft gives {found[best].accepted:.2f}"
+            f" tokens a round instead of {read.accepted:.2f}, and the target's words are likelier by"
+            f" {others[best]:.0f} standard errors."
+        )
+        yield Finding(
+            "acceptance",
+            "failure",
+            text,
+            f"add {best} to each tapped layer",
+            everywhere("worse", "its tapped layers are off by one"),
+        )
     elif read.accepted < WEAK:
         text = f"The head is weak, or was trained on other text: {measured}; no other reading is better."
         effects = {"torch": Effect("runs", text)}
         yield Finding("acceptance", "warning", text, "train it further", effects)
     else:
-        yield Finding("acceptance", "ok", f"Drafts agree with the target: {measured}.")
+        alike = ", ".join(f"{shift:+d}" for shift, z in others.items() if abs(z) < SAME)
+        doubt = f" Taps moved by {alike} draft as well, so this cannot tell how they are counted." if alike else ""
+        yield Finding("acceptance", "ok", f"Drafts agree with the target: {measured}.{doubt}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -47,6 +47,18 @@ class Attention:
             raise ValueError(f"the head size must be even, not {self.head_dim}")
 
 
+def tap_problem(taps: Sequence[int], layers: int | None) -> str | None:
+    """What is wrong with tapping the outputs of layers `taps` of a target of `layers` layers, if anything is."""
+    listed = list(taps)
+    if not listed or any(b <= a for a, b in pairwise(listed)):
+        return f"the tapped layers {listed} do not rise"
+    if layers is None or (listed[0] >= -1 and listed[-1] < layers):
+        return None
+    if listed[-1] == layers and listed[0] >= 0:
+        return f"the tapped layers {listed} go one past the last of {layers} layers: they look counted as inputs"
+    return f"the tapped layers {listed} leave -1..{layers - 1}, the outputs of {layers} layers"
+
+
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
     """A draft model. `block` is γ, the rows of a block and the tokens it drafts; `target_layer_ids` are layers k of the
@@ -88,12 +100,8 @@ class DraftConfig:
             raise ValueError(f"the mask token id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
         if self.block < 1:
             raise ValueError(f"a block needs at least one row, not {self.block}")
-        taps = self.target_layer_ids
-        if not taps or any(b <= a for a, b in pairwise(taps)):
-            raise ValueError(f"target layer ids must be a strictly increasing list, not {list(taps)}")
-        if taps[0] < -1 or taps[-1] >= self.num_target_layers:
-            last = self.num_target_layers - 1
-            raise ValueError(f"target layer ids {list(taps)} leave -1..{last}, the range of {last + 1} target layers")
+        if problem := tap_problem(self.target_layer_ids, self.num_target_layers):
+            raise ValueError(problem)
         if (self.markov_rank > 0) != (self.markov_head_type != "none"):
             raise ValueError(f"a '{self.markov_head_type}' Markov head cannot have rank {self.markov_rank}")
         if self.confidence_with_markov and not (self.confidence and self.markov_rank):

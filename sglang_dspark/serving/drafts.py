@@ -18,7 +18,7 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from sglang_dspark.checkpoints import deep, sglang
-from sglang_dspark.checkpoints.doctor import examine, subject
+from sglang_dspark.checkpoints.doctor import examine, gemma4_problem, subject
 from sglang_dspark.checkpoints.drafts import Draft
 from sglang_dspark.checkpoints.findings import TO_DEEPSPEC, TO_SGLANG, Finding, Subject
 from sglang_dspark.checkpoints.hub import HubRepo
@@ -31,6 +31,8 @@ from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.errors import InputError
 from sglang_dspark.paths import store_root
 
+ENGINE = "sglang-dspark"
+"""What the doctor calls SGLang with this package."""
 OWN_CLASS = "DSparkSpeculator"
 GEMMA4_CLASS = "Gemma4DSparkModel"
 SOURCE_FORMAT = "dspark_source_format"
@@ -64,18 +66,17 @@ def admit(draft: Draft, target: Target | None, block: int | None) -> DraftConfig
     if isinstance(draft.place, Folder):
         findings += deep.copies(s, {})
     for finding in findings:
-        if reason := _refusal(finding, s):
-            raise InputError(reason)
+        effect = finding.effects.get(ENGINE)
+        if finding.state == "failure" or (effect is not None and effect.level == "fails"):
+            raise InputError(_refusal(finding, s))
     return s.config
 
 
-def _refusal(finding: Finding, s: Subject) -> str | None:
-    """Why a finding is no draft for SGLang, or None. Failures are for no engine; some warnings are not for this one."""
+def _refusal(finding: Finding, s: Subject) -> str:
+    """A finding that is no draft for SGLang, as a sentence: failures are for no engine, some warnings not for this."""
     name, config = s.draft.name, s.config
-    if finding.state == "failure":
-        return _sentence(finding, name)
     match finding.check:
-        case "vocabulary":
+        case "vocabulary" if finding.state == "warning":
             command = TO_SGLANG.replace("DRAFT", name)
             return f"{name} knows only {s.draft.reduced} tokens, which SGLang cannot represent; run `{command}` first."
         case "copies" if finding.state == "warning":
@@ -84,7 +85,7 @@ def _refusal(finding: Finding, s: Subject) -> str | None:
             return NEVER_TAPPED.format(name=name, taps=list(config.target_layer_ids), layers=config.num_target_layers)
         case "markov" if config is not None and not config.markov_rank:
             return f"{name} has no Markov head, which DSPARK needs; serve it with --speculative-algorithm DFLASH."
-    return None
+    return _sentence(finding, name)
 
 
 def _sentence(finding: Finding, name: str) -> str:
@@ -113,16 +114,8 @@ def _gemma4(draft: Draft, config: DraftConfig) -> dict[str, Any]:
 
     Raises InputError for layers of unequal keys and values, which SGLang's cache for drafts cannot hold.
     """
-    if config.activation == "silu":
-        raise InputError(
-            f"{draft.name} has a Gemma 4 backbone with silu, which only the PyTorch engine computes; use it."
-        )
-    shapes = {(a.kv_heads, a.head_dim) for a in config.attention}
-    if len(shapes) > 1:
-        raise InputError(
-            f"The layers of {draft.name} have keys of different shapes, which SGLang's cache for drafts cannot hold;"
-            " use the PyTorch engine."
-        )
+    if why := gemma4_problem(config):
+        raise InputError(f"{draft.name} is no draft for SGLang: {why}; use the PyTorch engine.")
     first = config.attention[0]
     return {
         "architectures": [GEMMA4_CLASS],

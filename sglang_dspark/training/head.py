@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 
 from sglang_dspark.checkpoints.deepspec import read_config
 from sglang_dspark.checkpoints.fields import Fields
+from sglang_dspark.checkpoints.fit import ready
+from sglang_dspark.checkpoints.registry import read_draft
 from sglang_dspark.checkpoints.spelling import parse_config
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.errors import InputError
@@ -60,7 +62,8 @@ def head_fields(target: Any, shape: Shape, mask_token_id: int) -> dict[str, Any]
         "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
         "hidden_act": "silu",
         "attention_bias": False,
-        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        # GGUF files give it in float32, with digits that nobody wrote.
+        "rms_norm_eps": float(f"{getattr(text, 'rms_norm_eps', 1e-6):.6g}"),
         "max_position_embeddings": text.max_position_embeddings,
         "rope_parameters": {"rope_type": "default", "rope_theta": float(plain.get("rope_theta", 10_000.0))},
         "tie_word_embeddings": False,
@@ -94,6 +97,30 @@ def mask_token(tokenizer: Any, vocab: int) -> int:
         return len(tokenizer)
     known = (getattr(tokenizer, f"{kind}_token_id", None) for kind in ("unk", "pad"))
     return next((t for t in known if t is not None and t != tokenizer.eos_token_id), 0)
+
+
+def mask_of(head: Path) -> int:
+    """The token in the masked rows of the head at `head`."""
+    return read_draft(head).config(None).mask_token_id
+
+
+def begin_with(model: TrainableDraft, head: Path, layers: int) -> None:
+    """Give `model` the weights of the head at `head` (of any format) for a target of `layers` layers.
+
+    Raises InputError for a head of another shape, naming what differs.
+    """
+    checkpoint = read_draft(head)
+    config, tensors = ready(checkpoint, layers)
+    mine = asdict(model.config)
+    differs = sorted(name for name, value in asdict(config).items() if mine[name] != value)
+    if differs:
+        raise InputError(
+            f"{head} cannot be trained on as this head: {', '.join(differs)} differ; give the shape it has, or begin"
+            " anew."
+        )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors.load(name))
 
 
 def export(model: TrainableDraft, fields: Mapping[str, Any], provenance: Mapping[str, Any], out: Path) -> None:

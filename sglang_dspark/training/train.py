@@ -22,6 +22,7 @@ from sglang_dspark.training.conversations import Conversation, is_held_out, read
 from sglang_dspark.training.features import FeatureCache
 from sglang_dspark.training.measure import Quality, quality
 from sglang_dspark.training.model import TrainableDraft
+from sglang_dspark.training.muon import Muon
 from sglang_dspark.training.objective import Columns, Weights, objective
 
 CHECKPOINT = "checkpoint"
@@ -105,14 +106,7 @@ class Trainer:
             torch.optim.AdamW(others, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
         ]
         if matrices:
-            self.optimisers.append(
-                torch.optim.Muon(
-                    matrices,
-                    lr=recipe.matrix_learning_rate,
-                    weight_decay=recipe.weight_decay,
-                    adjust_lr_fn="original",
-                )
-            )
+            self.optimisers.append(Muon(matrices, lr=recipe.matrix_learning_rate, weight_decay=recipe.weight_decay))
         self.progress = Progress()
         self.train: list[Conversation] = []
         self.held_out: list[Conversation] = []

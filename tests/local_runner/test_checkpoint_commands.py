@@ -61,7 +61,8 @@ def dspark(*arguments: object) -> Result:
 def test_doctor_shows_tables(pair: tuple[Path, Path]) -> None:
     result = dspark("doctor", pair[0], "--target", pair[1])
     assert result.exit_code == 0 and result.stderr == ""
-    for words in ("taps", "outputs of the target's layers 1, 3", "SGLang 0.5.23", "llama.cpp", "unavailable"):
+    engines = ("SGLang 0.5.23", "SGLang with this package", "llama.cpp")
+    for words in ("taps", "outputs of the target's layers 1, 3", *engines):
         assert words in result.stdout, words
 
 
@@ -191,7 +192,8 @@ def test_the_default_pair_is_sound() -> None:
     data = json.loads(result.stdout)
     assert result.exit_code == 0 and data["sound"]
     acceptance = next(c for c in data["checks"] if c["check"] == "acceptance")
-    assert acceptance["state"] == "ok" and "tokens a round over 144 blocks" in acceptance["text"]
+    # How many blocks a minute has, and so how sure the judgement is, depends on the machine.
+    assert acceptance["state"] in ("ok", "warning") and "tokens a round over" in acceptance["text"]
 
 
 def test_reports_are_for_machines_too(pair: tuple[Path, Path]) -> None:

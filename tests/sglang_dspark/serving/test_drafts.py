@@ -167,7 +167,7 @@ def lengthen(file: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
         ({}, 6, "trained for 5"),
         ({"target_layer_ids": [1, 5]}, None, "neither the embedding nor the last layer"),
         ({"target_layer_ids": [-1, 3]}, None, "neither the embedding nor the last layer"),
-        ({"target_layer_ids": [3, 6]}, None, "range of 6 target layers"),
+        ({"target_layer_ids": [3, 6]}, None, "counted as inputs"),
         (
             {"markov_rank": 0, "markov_head_type": "none", "confidence_head_with_markov": False},
             None,

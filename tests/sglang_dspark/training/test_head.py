@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from sglang_dspark.checkpoints.deepspec import read_config
 from sglang_dspark.errors import InputError
 from sglang_dspark.training.features import tap_layers
-from sglang_dspark.training.head import Shape, head_config, head_fields, mask_token
+from sglang_dspark.training.head import Shape, begin_with, head_config, head_fields, mask_token
 
 
 def test_export_keeps_every_bit(head: Callable, tmp_path: Path) -> None:
@@ -31,7 +33,7 @@ def test_taps_are_spread_and_spare_the_last_layer(layers: int, taps: tuple[int, 
 
 
 def test_shapes_that_cannot_be_are_refused(llama: Any) -> None:
-    with pytest.raises(InputError, match="strictly increasing"):
+    with pytest.raises(InputError, match="do not rise"):
         head_config(head_fields(llama.config, Shape(taps=(2, 1)), 0))
     with pytest.raises(InputError, match=r"-1\.\.3"):
         head_config(head_fields(llama.config, Shape(taps=(7,)), 0))
@@ -56,3 +58,18 @@ def test_dflash_is_a_head_without_markov(head: Callable, tmp_path: Path) -> None
     said = json.loads((tmp_path / "head" / "config.json").read_text())
     assert said["markov_rank"] == 0 and made.model.markov_head is None and made.model.confidence_head is None
     assert not any(torch.isnan(p).any() for p in made.model.parameters())
+
+
+def test_training_goes_on_from_another_head(head: Callable, tmp_path: Path) -> None:
+    made = head()
+    layers = made.model.config.num_target_layers
+    other = copy.deepcopy(made.model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    begin_with(other, tmp_path / "head", layers)
+    stored = (p.bfloat16().float() for p in made.model.parameters())
+    assert all(torch.equal(own, p) for own, p in zip(other.parameters(), stored, strict=True))
+    other.config = replace(other.config, block=other.config.block + 1, mask_token_id=other.config.mask_token_id + 1)
+    with pytest.raises(InputError, match="block, mask_token_id differ"):
+        begin_with(other, tmp_path / "head", layers)
