@@ -205,17 +205,19 @@ def train(
 ) -> dict[str, Any]:
     """Train a head for the target on the conversations in `data` and write it into `out`; return how it came out.
 
-    Continues what was begun in `out`, or begins with the weights of the head at `start`. Raises InputError for too little memory or another recipe than was begun with.
+    Continues what was begun in `out`, or begins with the weights of the head at `start`. Raises InputError for too
+    little memory or another recipe than was begun with.
     """
     import torch
 
     from sglang_dspark.training.features import FeatureCache, TargetReader
     from sglang_dspark.training.head import begin_with, export, head_config, head_fields, mask_of, mask_token
     from sglang_dspark.training.model import TrainableDraft
-    from sglang_dspark.training.plan import training_memory
+    from sglang_dspark.training.plan import Part, training_memory
     from sglang_dspark.training.train import Trainer
 
     model, tokenizer, _ = load(where)
+    own = max(0, _resident() - sum(p.numel() * p.element_size() for p in model.parameters()))
     text = model.config.get_text_config()
     mask = mask_token(tokenizer, text.vocab_size) if start is None else mask_of(start)
     said = head_fields(model.config, shape, mask)
@@ -226,10 +228,10 @@ def train(
     draft = TrainableDraft(config, embedding, longest + config.block).to(embedding.device)
     if start is not None:
         begin_with(draft, start, text.num_hidden_layers)
-    parts = training_memory(draft, model, recipe, longest, feature_budget)
+    parts = (Part("the program", own), *training_memory(draft, model, recipe, longest, feature_budget))
     need = sum(p.bytes for p in parts)
     say("Memory: " + ", ".join(f"{p.name} {p.bytes / 1e6:.0f} MB" for p in parts) + f"; {need / 1e9:.2f} GB in all")
-    _check_memory(need, embedding.device.type)
+    _check_memory(need - _resident(), embedding.device.type)
     reader = TargetReader(model, config.target_layer_ids)
     trainer = Trainer(
         draft,
@@ -244,7 +246,8 @@ def train(
     progress = trainer.progress
     provenance = {
         "target": where.target.name, "shape": asdict(shape), "recipe": asdict(recipe), "data_sha256": digest,
-        "start": start and start.name, "conversations": len(trainer.train), "steps": progress.step, "seconds": round(progress.seconds, 1),
+        "start": start and start.name, "conversations": len(trainer.train), "steps": progress.step,
+        "seconds": round(progress.seconds, 1),
         "held_out": progress.metrics[-1] if progress.metrics else None, "torch": torch.__version__,
     }  # fmt: skip
     export(trainer.average, said, provenance, out)
@@ -315,14 +318,21 @@ def _about_data(data: Path) -> tuple[int, str]:
     return longest, digest.hexdigest()
 
 
+def _resident() -> int:
+    """Bytes of memory that this process holds."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
 def _check_memory(need: int, device: str) -> None:
     import psutil
 
     free = psutil.virtual_memory().available
     if device == "cpu" and need > free:
         raise InputError(
-            f"Training needs {need / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are free; lower --feature-budget,"
-            " --anchors in the recipe, or the number of layers."
+            f"Training needs {need / 1e9:.1f} GB more and {free / 1e9:.1f} GB of memory are free; lower"
+            " --feature-budget, --anchors in the recipe, or the number of layers."
         )
 
 

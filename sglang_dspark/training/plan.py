@@ -37,7 +37,8 @@ def training_memory(
     # the backward pass looks at again.
     scores = 2 * attention.heads * rows * (longest + config.block)
     widths = rows * (8 * config.hidden_size + 4 * config.intermediate_size + 4 * attention.heads * attention.head_dim)
-    activations = config.layers * (scores + widths) + 4 * rows * columns + columns * config.hidden_size
+    # Logits with and without the Markov bias, the softmax of both groups, and as many gradients again.
+    activations = config.layers * (scores + widths) + 6 * rows * columns + columns * config.hidden_size
     reading = longest * (config.feature_size * (HALF + FLOAT) + 64 * config.vocab_size // longest)
     return (
         Part("target", theirs),

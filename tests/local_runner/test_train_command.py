@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from sglang_dspark.checkpoints.places import Folder
 from sglang_dspark.checkpoints.registry import read_draft
 from sglang_dspark.checkpoints.targets import read_target
 from sglang_dspark.errors import InputError
+from sglang_dspark.training.conversations import Conversation, write_shard
 
 RECIPES = Path(__file__).parents[2] / "configs" / "training"
 SMALL = """
@@ -146,3 +149,40 @@ def test_the_part_of_the_gpu_check_leaves_a_head(target: Path, tmp_path: Path) -
     trained_head(result, device="cpu", target=target, recipe=recipe, seconds=70, out=tmp_path / "head")
     assert result["checks"] == {"the head drafts what the target wants": True}
     assert read_draft(tmp_path / "head").config(3).layers == 1 and result["text"]["answer_tokens"] > 0
+
+
+WATCHED = """
+import re, sys, threading
+from pathlib import Path
+import torch
+from local_runner.training import Where, train
+from sglang_dspark.training.head import Shape
+from sglang_dspark.training.train import Recipe
+target, data, out = map(Path, sys.argv[1:])
+said = []
+train(
+    Where(target, "cpu", 1), Shape(layers=2, rank=32), Recipe(steps=8, sequences=2, anchors=96, evaluate_every=8),
+    data, out, seconds=None, feature_budget=20_000_000, precision="float32", cancelled=threading.Event(),
+    say=said.append,
+)
+peak = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+print(re.search(r"; ([0-9.]+) GB in all", said[0])[1], peak / 1e9)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
+def test_training_keeps_to_the_memory_that_it_states(tmp_path: Path) -> None:
+    """Within 5 % or 64 MB of the peak of a process that trains, on a target whose parts all weigh something."""
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=512,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
+    (tmp_path / "data").mkdir()
+    rows = [Conversation(n, "a", 0.0, 40, tuple(torch.randint(8192, (400,)).tolist())) for n in range(64)]
+    write_shard(tmp_path / "data" / "0.jsonl", rows)
+    folders = [str(tmp_path / name) for name in ("target", "data", "head")]
+    done = subprocess.run([sys.executable, "-c", WATCHED, *folders], capture_output=True, text=True, check=True)
+    stated, peak = map(float, done.stdout.split())
+    assert abs(stated - peak) <= max(0.05 * peak, 0.064), (stated, peak)
