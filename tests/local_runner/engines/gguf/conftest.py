@@ -191,10 +191,12 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 @pytest.fixture(scope="session")
 def open_(library: Any) -> Callable[..., LlamaEngine]:
-    """open_(target, draft=None, **options): an engine on one thread."""
+    """open_(target, draft=None, reuse_prefix=False, **options): an engine on one thread."""
 
-    def make(target: Path, draft: Path | None = None, **options: Any) -> LlamaEngine:
-        return load_engine(target, draft, threads=1, **options)
+    def make(target: Path, draft: Path | None = None, reuse_prefix: bool = False, **options: Any) -> LlamaEngine:
+        engine = load_engine(target, draft, threads=1, **options)
+        engine.reuse_prefix = reuse_prefix
+        return engine
 
     return make
 

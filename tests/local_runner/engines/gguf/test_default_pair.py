@@ -1,4 +1,6 @@
-"""The default pair on llama.cpp, in Q4_1. `DSPARK_TEST_PROMPTS` limits how many built-in prompts are decoded."""
+"""The default pair on llama.cpp, as it is (Q4_1) and in Q8_0. `DSPARK_TEST_PROMPTS` limits how many built-in prompts
+are decoded.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
 from local_runner.engine import Decoding
@@ -50,9 +53,39 @@ def pair(home: str | None) -> Iterator[Resolved]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def engine(pair: Resolved, open_: Callable[..., LlamaEngine]) -> LlamaEngine:
-    return open_(pair.target_path, pair.draft_path)
+def in_q8_0(source: Path, out: Path) -> Path:
+    """`source` with every quantised tensor in Q8_0, its metadata as it is."""
+    read = gguf.GGUFReader(source)
+    architecture = read.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(out, architecture)
+    for name, field in read.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            inner = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for tensor in read.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        type_ = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(tensor.name, gguf.quants.quantize(values, type_), raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+@pytest.fixture(scope="module", params=["Q4_1", "Q8_0"])
+def engine(
+    request: pytest.FixtureRequest,
+    pair: Resolved,
+    open_: Callable[..., LlamaEngine],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> LlamaEngine:
+    target = pair.target_path
+    if request.param == "Q8_0":
+        target = in_q8_0(target, tmp_path_factory.mktemp("q8_0") / "target.gguf")
+    made = open_(target, pair.draft_path)
+    assert made.description["dtype"] == request.param
+    return made
 
 
 def test_greedy_decoding_is_identical(engine: LlamaEngine) -> None:
