@@ -228,7 +228,8 @@ def train(
     draft = TrainableDraft(config, embedding, longest + config.block).to(embedding.device)
     if start is not None:
         begin_with(draft, start, text.num_hidden_layers)
-    parts = (Part("the program", own), *training_memory(draft, model, recipe, longest, feature_budget))
+    threads = where.threads if embedding.device.type == "cpu" else 1
+    parts = (Part("the program", own), *training_memory(draft, model, recipe, longest, feature_budget, threads))
     need = sum(p.bytes for p in parts)
     say("Memory: " + ", ".join(f"{p.name} {p.bytes / 1e6:.0f} MB" for p in parts) + f"; {need / 1e9:.2f} GB in all")
     _check_memory(need - _resident(), embedding.device.type)
@@ -241,6 +242,7 @@ def train(
         out,
         say,
         _precision(precision, embedding.device.type),
+        threads,
     )
     trainer.run(cancelled, seconds)
     progress = trainer.progress

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,19 +48,21 @@ class TargetReader:
     @torch.no_grad()
     def read(self, tokens: Sequence[int]) -> Reading:
         """One forward over `tokens` [S]."""
-        device = self.head.weight.device
+        device, me = self.head.weight.device, threading.get_ident()
         ids = torch.tensor(tokens, device=device)
         outputs: dict[int, Tensor] = {}
 
         def hook(tap: int) -> Any:
             def keep(module: Any, inputs: Any, output: Any) -> None:
-                outputs[tap] = (output[0] if isinstance(output, tuple) else output)[0]
+                if threading.get_ident() == me:  # another thread may be reading another sequence
+                    outputs[tap] = (output[0] if isinstance(output, tuple) else output)[0]
 
             return keep
 
         hooks = [self.layers[t].register_forward_hook(hook(t)) for t in self.taps if t >= 0]
         if -1 in self.taps:
-            hooks.append(self.layers[0].register_forward_pre_hook(lambda _, inputs: outputs.update({-1: inputs[0][0]})))
+            before = hook(-1)
+            hooks.append(self.layers[0].register_forward_pre_hook(lambda _, inputs: before(_, inputs, inputs[0])))
         try:
             hidden = self.model.get_decoder()(ids[None], use_cache=False).last_hidden_state[0]
         finally:
@@ -79,25 +81,26 @@ class TargetReader:
 
 
 class FeatureCache:
-    """Readings by sequence, the latest used within `budget` bytes; the others are computed anew when they are asked."""
+    """Readings by sequence, the first within `budget` bytes; the others are computed anew when they are asked."""
 
     def __init__(self, reader: TargetReader, budget: int) -> None:
         self.reader, self.budget = reader, budget
         self.used = 0
         self.misses = 0
-        self._kept: OrderedDict[tuple[int, ...], Reading] = OrderedDict()
+        self._kept: dict[tuple[int, ...], Reading] = {}
+        self._lock = threading.Lock()
 
     def get(self, tokens: tuple[int, ...]) -> Reading:
         """The reading of `tokens`."""
-        if tokens in self._kept:
-            self._kept.move_to_end(tokens)
-            return self._kept[tokens]
-        self.misses += 1
+        if (kept := self._kept.get(tokens)) is not None:
+            return kept
         reading = self.reader.read(tokens)
-        # Random order makes the oldest as likely to be asked next as any other: keep what is there.
-        if self.used + reading.size <= self.budget:
-            self._kept[tokens] = reading
-            self.used += reading.size
+        with self._lock:
+            self.misses += 1
+            # Random order makes the oldest as likely to be asked next as any other: keep what is there.
+            if tokens not in self._kept and self.used + reading.size <= self.budget:
+                self._kept[tokens] = reading
+                self.used += reading.size
         return reading
 
 

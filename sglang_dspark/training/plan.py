@@ -21,11 +21,11 @@ class Part:
 
 
 def training_memory(
-    model: TrainableDraft, target: Any, recipe: Recipe, longest: int, feature_budget: int
+    model: TrainableDraft, target: Any, recipe: Recipe, longest: int, feature_budget: int, threads: int = 1
 ) -> tuple[Part, ...]:
-    """Parts of the peak: weights, gradients, optimiser and average, one sequence's activations, kept features.
+    """Parts of the peak: weights, gradients, optimiser and average, activations of sequences, kept features.
 
-    `longest` is the longest sequence in tokens; `target` the transformers model.
+    `longest` is the longest sequence in tokens; `target` the transformers model; `threads` as in `Trainer`.
     """
     config = model.config
     weights = sum(p.numel() for p in model.parameters()) * FLOAT
@@ -44,7 +44,7 @@ def training_memory(
         Part("target", theirs),
         Part("lm_head and embedding for training", 2 * config.vocab_size * config.hidden_size * FLOAT),
         Part("head, gradients, optimiser, average", 5 * weights),
-        Part("activations of one sequence", activations * FLOAT),
-        Part("reading one sequence", reading * FLOAT),
+        Part("activations, and gradients of a sequence", threads * (activations * FLOAT + weights)),
+        Part("reading sequences", threads * reading * FLOAT),
         Part("kept features, at most", feature_budget),
     )

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,12 @@ class Trainer:
         out: Path,
         say: Callable[[str], None] = lambda line: None,
         precision: torch.dtype = torch.float32,
+        threads: int = 1,
     ) -> None:
-        """`out` receives `checkpoint/` and `metrics.jsonl`; products are done in `precision`, all else in float32."""
+        """`out` receives `checkpoint/` and `metrics.jsonl`; products are done in `precision`, all else in float32.
+
+        `threads` sequences are computed at once, each by one core: products of their size gain little from a second.
+        """
         self.model, self.cache, self.recipe, self.data, self.out, self.say = model, cache, recipe, data, out, say
         self.precision = precision
         self.lm_head = cache.reader.head.weight.detach().float()
@@ -107,6 +112,7 @@ class Trainer:
         ]
         if matrices:
             self.optimisers.append(Muon(matrices, lr=recipe.matrix_learning_rate, weight_decay=recipe.weight_decay))
+        self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
         self.progress = Progress()
         self.train: list[Conversation] = []
         self.held_out: list[Conversation] = []
@@ -141,25 +147,23 @@ class Trainer:
 
     def _step(self, step: int, done: float) -> dict[str, float]:
         recipe, rng = self.recipe, random.Random(f"{self.recipe.seed}/{step}")
-        sample = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
         rows = recipe.rows(done, self.model.config.block)
         anchors = recipe.anchors * self.model.config.block // rows
-        weights = Weights(recipe.ce, recipe.tv, recipe.confidence)
-        sums = dict.fromkeys(("loss", "ce", "tv", "confidence", "rows"), 0.0)
-        for _ in range(recipe.sequences):
+        jobs = []
+        for number in range(recipe.sequences):
             chosen = self.train[rng.randrange(len(self.train))]
-            reading = self.cache.get(chosen.tokens)
             first, last = chosen.answer, len(chosen.tokens) - 2
             places = sorted(rng.sample(range(first, last + 1), min(anchors, last + 1 - first)))
-            columns = Columns.of(reading, self.model.config.vocab_size, recipe.vocabulary_sample, sample)
-            at = torch.tensor(places, device=reading.tokens.device)
-            with torch.autocast(at.device.type, self.precision, enabled=self.precision is not torch.float32):
-                terms = objective(self.model, self.lm_head, reading, at, rows, columns, weights)
             # The weights' sum of a full share of anchors: sequences with fewer count for less.
             scale = recipe.sequences * anchors * rows
-            (terms.loss / scale).backward()  # type: ignore[no-untyped-call]
-            for name, value in (("loss", terms.loss.item()), ("ce", terms.ce), ("tv", terms.tv),
-                                ("confidence", terms.confidence), ("rows", terms.rows)):  # fmt: skip
+            seed = recipe.seed * 1_000_003 + step * recipe.sequences + number
+            jobs.append((chosen.tokens, places, rows, scale, seed))
+        sums = dict.fromkeys(("loss", "ce", "tv", "confidence", "rows"), 0.0)
+        # In the order of the sequences, whoever is first, so that sums have the same bits every time.
+        for gradients, found in self.pool.map(lambda job: self._gradients(*job), jobs):
+            for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            for name, value in found.items():
                 sums[name] += value
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimiser, rate in zip(self.optimisers, (recipe.learning_rate, recipe.matrix_learning_rate), strict=False):
@@ -172,6 +176,21 @@ class Trainer:
             for mean, now in zip(self.average.parameters(), self.model.parameters(), strict=True):
                 mean.lerp_(now, 1 - decay)
         return {name: value / sums["rows"] for name, value in sums.items() if name != "rows"}
+
+    def _gradients(
+        self, tokens: tuple[int, ...], places: list[int], rows: int, scale: float, seed: int
+    ) -> tuple[tuple[Tensor, ...], dict[str, float]]:
+        """Of all parameters, from blocks of `rows` at `places` of one sequence; and the terms of its loss."""
+        recipe, sample = self.recipe, torch.Generator().manual_seed(seed)
+        weights = Weights(recipe.ce, recipe.tv, recipe.confidence)
+        reading = self.cache.get(tokens)
+        columns = Columns.of(reading, self.model.config.vocab_size, recipe.vocabulary_sample, sample)
+        at = torch.tensor(places, device=reading.tokens.device)
+        with torch.autocast(at.device.type, self.precision, enabled=self.precision is not torch.float32):
+            terms = objective(self.model, self.lm_head, reading, at, rows, columns, weights)
+        gradients = torch.autograd.grad(terms.loss / scale, tuple(self.model.parameters()), materialize_grads=True)
+        names = ("ce", "tv", "confidence", "rows")
+        return gradients, {"loss": terms.loss.item(), **{name: getattr(terms, name) for name in names}}
 
     def measure(self, model: TrainableDraft | None = None) -> Quality:
         """The quality of the averaged weights, or of `model`, on the held-out conversations that are greedy."""

@@ -51,6 +51,13 @@ def test_it_learns(trainer: Callable, tmp_path: Path) -> None:
     assert after.conditional[0] > before.conditional[0]
 
 
+def test_threads_change_no_bit(trainer: Callable, tmp_path: Path) -> None:
+    for threads in (1, 3):
+        trainer(tmp_path / str(threads), replace(SHORT, sequences=5), threads=threads).run(threading.Event())
+    one, three = weights(tmp_path / "1"), weights(tmp_path / "3")
+    assert one.keys() == three.keys() and all(torch.equal(one[name], three[name]) for name in one)
+
+
 def test_an_interrupted_run_ends_as_one_without_a_break(trainer: Callable, tmp_path: Path) -> None:
     trainer(tmp_path / "whole").run(threading.Event())
     for stop_after in (5, 7, 12):  # in the middle of an interval, again, and to the end
