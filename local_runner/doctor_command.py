@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from local_runner.options import WHERE
+from sglang_dspark.checkpoints.words import cut
 from sglang_dspark.errors import CheckFailed, InputError
 
 if TYPE_CHECKING:
@@ -78,13 +79,22 @@ def doctor(
 
 
 def place_of(spec: str, *, is_draft: bool, pull: bool) -> Place:
-    """Where `spec` is: on this disk if it is there or `pull` fetches it, else the hub's repository itself."""
+    """Where `spec` is: on this disk if it is there or `pull` fetches it, else the hub's repository itself.
+
+    Raises InputError where that cannot be told.
+    """
     from local_runner.pairs import HubSource, load_pair, pair_files
     from local_runner.progress import shown
     from local_runner.store import resolve, resolve_draft, sources
     from sglang_dspark.checkpoints.hub import HubRepo
     from sglang_dspark.checkpoints.places import Folder
 
+    try:
+        Path(spec).expanduser().stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be read, no such user's home
+        raise InputError(f"'{cut(spec)}' cannot be looked at ({cut(str(error), 60)}); check the path.") from error
     find: Callable[..., Path] = resolve_draft if is_draft else lambda *a, **k: resolve(*a, **k).target_path
     remote = HubRepo(spec)
     if spec in pair_files():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -82,7 +82,7 @@ def show_pair(
     """Everything known of a pair: sources, licences, pins, where its files are, whether they are sound, and which
     engines run it. Of a folder, file or hub id that is no pair's, what `dspark doctor` says of it as a draft.
     """
-    if name not in pair_files() and (Path(name).expanduser().exists() or HUB_ID.fullmatch(name)):
+    if name not in pair_files() and (os.path.exists(os.path.expanduser(name)) or HUB_ID.fullmatch(name)):
         doctor(name, as_json=as_json)
         return
     pair = load_pair(name)

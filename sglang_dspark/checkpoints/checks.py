@@ -8,13 +8,24 @@ from typing import Any
 from sglang_dspark.checkpoints.drafts import ANCHOR_OPEN, article
 from sglang_dspark.checkpoints.findings import TO_DEEPSPEC, TO_GGUF, TO_SGLANG, Effect, Finding, Subject, everywhere
 from sglang_dspark.checkpoints.fit import check_anchor, tensor_problems
-from sglang_dspark.checkpoints.head_checks import confidence, markov, nesting, packing, tables, vocabulary
+from sglang_dspark.checkpoints.head_checks import (
+    backbone,
+    confidence,
+    markov,
+    nesting,
+    packing,
+    tables,
+    tokenizer,
+    vocabulary,
+)
 from sglang_dspark.checkpoints.spelling import expected_tensors
 from sglang_dspark.checkpoints.words import brief
 from sglang_dspark.draft.config import tap_problem
 from sglang_dspark.errors import InputError
 
 Check = Callable[[Subject], Iterator[Finding]]
+OURS = ("torch", "gguf", "sglang-dspark")
+"""The engines that read drafts with this package."""
 
 
 def configuration(s: Subject) -> Iterator[Finding]:
@@ -40,7 +51,7 @@ def configuration(s: Subject) -> Iterator[Finding]:
     elif s.problem:
         effects = everywhere("fails", "its configuration is at fault")
         if draft.reading.unsupported:
-            effects = {e: Effect("fails", s.problem) for e in ("torch",)}
+            effects = {e: Effect("fails", s.problem) for e in OURS}
         yield Finding("configuration", "failure", s.problem, "correct the checkpoint's configuration", effects)
     elif s.config:
         c = s.config
@@ -135,7 +146,8 @@ def anchor(s: Subject) -> Iterator[Finding]:
         try:
             check_anchor(draft)
         except InputError as error:
-            effects = {"torch": Effect("fails", "it does not run blocks of one row more than they draft")}
+            why = "it does not run blocks of one row more than they draft"
+            effects = {e: Effect("fails", why) for e in ("torch", "gguf")}
             if draft.format.name == "speculators":
                 effects["sglang"] = Effect("fails", "SGLang has no class for it", TO_SGLANG)
             yield Finding("anchor", "warning", str(error), "", effects)
@@ -244,7 +256,10 @@ def tensors(s: Subject) -> Iterator[Finding]:
     were initialised, and acceptance is about 1. A table that is stored the other way round is named as that.
     """
     if s.config is None:
-        if s.draft.format.foreign:
+        if s.draft.format.foreign and not s.draft.stored:
+            text = f"{s.draft.name} announces a DSpark module but holds none of its tensors; fetch it again."
+            yield Finding("tensors", "failure", text, "", everywhere("fails", "it holds no draft"))
+        elif s.draft.format.foreign:
             yield Finding("tensors", "note", f"{len(s.draft.stored)} tensors, whose shapes are not checked.")
         return
     expected = expected_tensors(s.config, s.draft.reduced)
@@ -269,12 +284,14 @@ CHECKS: dict[str, Check] = {
         block,
         nextn,
         mask,
+        backbone,
         markov,
         nesting,
         confidence,
         vocabulary,
         tables,
         packing,
+        tokenizer,
     )
 }
 """In the order in which they are shown."""

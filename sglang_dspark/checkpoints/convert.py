@@ -105,7 +105,7 @@ def write(
     What a run that was killed left behind is removed by the next one. Raises InputError if the folder exists, or
     cannot be written.
     """
-    if folder.exists() or folder.is_symlink():
+    if os.path.lexists(folder):
         raise InputError(f"{folder} is there already; choose another folder for --out, or remove it.")
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     try:

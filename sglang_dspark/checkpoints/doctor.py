@@ -124,6 +124,10 @@ def verdict(engine: str, s: Subject, findings: Sequence[Finding]) -> Verdict:
 
 def _format_effects(engine: str, s: Subject) -> Iterator[Effect]:
     draft, gemma = s.draft, s.config is not None and s.config.backbone == "gemma4"
+    if engine in ("gguf", "llama.cpp") and draft.raw.get("general.architecture") == "dspark":
+        yield Effect("fails", "it drafts with files of the architecture 'dflash' only", TO_GGUF)
+    elif engine == "gguf" and s.target is not None and s.target.header is None:
+        yield Effect("fails", "it reads .gguf targets only", "give the target as a .gguf file")
     if engine == "sglang-dspark" and gemma and s.config is not None and (why := gemma4_problem(s.config)):
         yield Effect("fails", why, "run it on the PyTorch engine")
     elif engine == "sglang" and gemma:

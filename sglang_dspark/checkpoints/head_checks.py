@@ -1,13 +1,35 @@
-"""The doctor's checks of heads and tables, from headers only. The docstring of a check is what `--explain` prints."""
+"""The doctor's checks of backbone, heads and tables, from headers. What `--explain` prints is a check's docstring."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sglang_dspark.checkpoints.findings import TO_SGLANG, Effect, Finding, Subject
+from sglang_dspark.checkpoints.findings import TO_GGUF, TO_SGLANG, Effect, Finding, Subject
+from sglang_dspark.checkpoints.llama_cpp import representable
 from sglang_dspark.checkpoints.spelling import OPTIONAL
 from sglang_dspark.checkpoints.tensors import TensorInfo
 from sglang_dspark.checkpoints.words import brief
+
+
+def backbone(s: Subject) -> Iterator[Finding]:
+    """What not every engine computes: an activation other than SiLU, biases in attention, a scaled rope, a confidence
+    head without a Markov head.
+
+    SGLang raises for another activation. llama.cpp would leave the others out without a word: the GGUF engine refuses
+    them, and the converter names each as a loss.
+    """
+    if s.config is None or s.config.backbone != "qwen3":
+        return
+    if s.config.activation != "silu":
+        text = f"The backbone has the '{s.config.activation}' activation, which not every engine computes."
+        why = f"it has no '{s.config.activation}' activation for drafts"
+        effects = {e: Effect("fails", why) for e in ("sglang", "sglang-dspark", "llama.cpp")}
+        yield Finding("backbone", "warning", text, "use the PyTorch engine", effects)
+    for loss in representable(s.config)[1] if s.draft.format.name != "gguf" else ():
+        if loss.name not in ("markov-head", "confidence-head" if s.config.markov_rank else ""):
+            text = f"{loss.text[:1].upper()}{loss.text[1:]}."
+            effects = {"llama.cpp": Effect("fails", loss.text)}
+            yield Finding("backbone", "note", text, "use the PyTorch engine", effects)
 
 
 def markov(s: Subject) -> Iterator[Finding]:
@@ -147,3 +169,14 @@ def packing(s: Subject) -> Iterator[Finding]:
     names = sorted({t.packing.name for t in s.draft.stored.values() if isinstance(t, TensorInfo) and t.packing})
     if names:
         yield Finding("packing", "note", f"Weights are quantised: {', '.join(names)}.")
+
+
+def tokenizer(s: Subject) -> Iterator[Finding]:
+    """A GGUF file's tokenizer, the target's: llama.cpp loads no draft without one, though it never uses it.
+
+    `dspark convert --to gguf --target TARGET.gguf` copies it. Drafts in other formats need none.
+    """
+    if s.draft.format.name == "gguf" and "tokenizer.ggml.tokens" not in s.draft.raw:
+        text = "The file holds no tokenizer, without which llama.cpp loads none."
+        effects = {"llama.cpp": Effect("fails", "it loads no file without a tokenizer", TO_GGUF)}
+        yield Finding("tokenizer", "warning", text, TO_GGUF, effects)

@@ -186,22 +186,18 @@ def write(draft: Draft, config: DraftConfig, request: Request) -> Output:
             f"{draft.name} has a vocabulary of {config.vocab_size}, but the tokenizer of {request.target_name} has"
             f" {request.tokenizer_size} tokens; give the target that it was trained for."
         )
-    kept, losses = _reduce(config, request)
+    kept, losses = representable(config)
+    if not request.tokenizer:
+        text = "there is no tokenizer to write, and llama.cpp loads no file without one; give --target TARGET.gguf"
+        losses = [Loss("tokenizer", text), *losses]
     names = [n for n in draft.tensors if not _dropped(n, kept)]
     tensors = [_tensor(n, draft.tensors[n], config, request) for n in sorted(names)]
     return Output({}, tensors, losses, _fields(draft, kept, request))
 
 
-def _reduce(config: DraftConfig, request: Request) -> tuple[DraftConfig, list[Loss]]:
-    """What is left of `config` in this format, and what is lost."""
+def representable(config: DraftConfig) -> tuple[DraftConfig, list[Loss]]:
+    """What is left of a Qwen3 draft's `config` in this format, and what is lost."""
     losses = []
-    if not request.tokenizer:
-        losses.append(
-            Loss(
-                "tokenizer",
-                "there is no tokenizer to write, and llama.cpp loads no file without one; give --target TARGET.gguf",
-            )
-        )
     if config.markov_head_type in ("gated", "rnn"):
         losses.append(
             Loss(

@@ -100,7 +100,10 @@ class Folder:
             return [self.path.name]
         if not self.path.is_dir():
             raise InputError(f"There is no checkpoint folder {self.path}; give the folder that holds config.json.")
-        return sorted(f.name for f in self.path.iterdir() if f.is_file())
+        try:
+            return sorted(f.name for f in self.path.iterdir() if f.is_file())
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be read ({error.strerror}); see to its permissions.") from error
 
     def source(self, name: str) -> FileSource:
         """See `Place.source`."""

@@ -17,8 +17,8 @@ TOKENS = 48
 """Tokens of answer that each prompt is given."""
 SHIFTS = (0, -1, 1)
 CLEAR, SAME = 4.0, 2.0
-"""Standard errors by which another reading has to be likelier before this one is called wrong, and within which two
-readings are told apart by nothing.
+"""Standard errors by which another reading has to be likelier before this one is called wrong, and by which it has to
+be less likely before it is ruled out.
 """
 WEAK = 1.5
 
@@ -84,8 +84,13 @@ class Agreement:
     likelihoods: list[float] = field(default_factory=list)
 
     def beyond(self, other: Agreement) -> float:
-        """By how many standard errors the target's words are likelier than with `other`, on the same blocks."""
-        gain = torch.tensor(self.likelihoods) - torch.tensor(other.likelihoods)
+        """By how many standard errors the target's words are likelier than with `other`, on the same blocks.
+
+        γ blocks in a row are about the same tokens, so the mean of such a run counts as one observation.
+        """
+        gains = torch.tensor(self.likelihoods) - torch.tensor(other.likelihoods)
+        runs = torch.split(gains, max(1, len(self.survived)))
+        gain = torch.stack([run.mean() for run in runs if len(run) == len(runs[0])])
         if len(gain) < 2 or not float(gain.abs().max()):
             return 0.0
         return float(gain.mean() / (gain.std() / len(gain) ** 0.5).clamp_min(1e-9))
@@ -221,10 +226,10 @@ def acceptance(found: dict[int, Agreement]) -> Iterator[Finding]:
             everywhere("worse", "its tapped layers are off by one"),
         )
     elif read.accepted < WEAK:
-        text = f"The head is weak, or was trained on other text: {measured}; no other reading is better."
+        text = f"The head is weak, or was trained on other text: {measured}; no other reading is clearly better."
         effects = {"torch": Effect("runs", text)}
         yield Finding("acceptance", "warning", text, "train it further", effects)
     else:
-        alike = ", ".join(f"{shift:+d}" for shift, z in others.items() if abs(z) < SAME)
+        alike = ", ".join(f"{shift:+d}" for shift, z in others.items() if z > -SAME)
         doubt = f" Taps moved by {alike} draft as well, so this cannot tell how they are counted." if alike else ""
         yield Finding("acceptance", "ok", f"Drafts agree with the target: {measured}.{doubt}")

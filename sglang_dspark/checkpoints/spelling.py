@@ -13,7 +13,7 @@ from sglang_dspark.draft.config import Attention, DraftConfig, Rope
 from sglang_dspark.errors import InputError
 
 ARCHITECTURES = {"Qwen3DSparkModel": "qwen3", "LingDSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4"}
-MAX_LAYERS = 1000
+MAX_LAYERS, MAX_BLOCK = 1000, 1000
 OPTIONAL = ("embed_tokens.weight", "lm_head.weight")
 """Copies of the target's tables, which a checkpoint may leave out."""
 
@@ -57,7 +57,7 @@ def parse_config(fields: Fields) -> DraftConfig:
             activation=fields.text("hidden_activation") if backbone == "gemma4" else fields.text("hidden_act"),
             eps=fields.number("rms_norm_eps"),
             max_position_embeddings=fields.integer("max_position_embeddings"),
-            block=fields.integer("block_size"),
+            block=fields.integer("block_size", most=MAX_BLOCK),
             mask_token_id=fields.integer("mask_token_id", least=0),
             target_layer_ids=tuple(fields.listed("target_layer_ids", int)),
             num_target_layers=fields.integer("num_target_layers"),

@@ -113,6 +113,16 @@ def test_what_is_not_here_is_a_repository(pair: tuple[Path, Path], monkeypatch: 
     assert place_of(str(pair[0]), is_draft=True, pull=False) == Folder(pair[0])
 
 
+@pytest.mark.parametrize("spec", ["x" * 300, "/x" * 3000, "~nobody-of-that-name/x"])
+def test_paths_that_cannot_be_are_said_in_a_sentence(spec: str, pair: tuple[Path, Path]) -> None:
+    for arguments in (("doctor", spec), ("doctor", pair[0], "--target", spec)):
+        result = dspark(*arguments)
+        assert result.exit_code == 2 and result.stdout == "", result.exception
+        assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1 and len(result.stderr) < 500
+    result = dspark("convert", pair[0], "--to", "sglang", "--out", "x" * 300)
+    assert result.exit_code == 2 and "File name too long" in result.stderr
+
+
 def test_a_pairs_name_means_both(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, bool]] = []
 

@@ -133,6 +133,8 @@ def test_missing_fields_are_named(field: str, tmp_path: Path) -> None:
         ({"block_size": True}, "'block_size' in .* is True"),
         ({"block_size": 0}, "'block_size' in .* is 0"),
         ({"rms_norm_eps": float("nan")}, "finite number"),
+        ({"rms_norm_eps": 10**400}, "finite number"),
+        ({"block_size": 2**31 - 1}, "an integer of at most 1000"),
         ({"enable_confidence_head": 1}, "true or false"),
         ({"hidden_act": "relu2"}, "activation 'relu2'"),
         ({"mask_token_id": 100}, "mask token id 100 is outside the vocabulary of 100"),

@@ -9,20 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_kit import GOLDEN, TARGET, Make, converted, rewrite, save
+from checkpoint_kit import GOLDEN, QWEN3, TARGET, Make, converted, rewrite, save
 from safetensors.torch import load_file, save_file
 
-from sglang_dspark.checkpoints import deep
+from sglang_dspark.checkpoints import deep, specforge
 from sglang_dspark.checkpoints.checks import CHECKS
 from sglang_dspark.checkpoints.doctor import Report, examine, explain, subject
 from sglang_dspark.checkpoints.findings import ENGINES
 from sglang_dspark.checkpoints.fit import ready
+from sglang_dspark.checkpoints.gguf_file import Kind, encode
+from sglang_dspark.checkpoints.outputs import Request
 from sglang_dspark.checkpoints.registry import read_draft
 from sglang_dspark.checkpoints.targets import read_target
 from sglang_dspark.draft.load import TargetInfo, load_draft
 from sglang_dspark.errors import InputError
 
-RUNNING = ("torch", "sglang", "sglang-dspark", "vllm", "llama.cpp")
+RUNNING = tuple(ENGINES)
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+NESTED = {name: QWEN3[name] for name in specforge.NESTED}
+V4 = {"num_hidden_layers": 6, "hidden_size": 32, "vocab_size": 64, "dspark_block_size": 5,
+      "dspark_target_layer_ids": [1], "dspark_noise_token_id": 3, "dspark_markov_rank": 4}  # fmt: skip
 
 
 def judged(draft: Path, target: Path | None = None, **options: Any) -> Report:
@@ -45,16 +52,16 @@ def test_a_sound_pair(make: Make, target: Path) -> None:
     report = judged(make(), target)
     assert set(states(report).values()) == {"ok"} and report.sound
     assert levels(report) == {
-        "torch": "runs", "sglang": "runs", "sglang-dspark": "runs", "vllm": "runs", "llama.cpp": "fails",
+        "torch": "runs", "gguf": "fails",  # the target is no .gguf file
+        "sglang": "runs", "sglang-dspark": "runs", "vllm": "runs", "llama.cpp": "fails",
     }  # fmt: skip
-    assert next(v.level for v in report.verdicts if v.engine == "gguf") == "runs"  # it converts by itself
 
 
 def test_the_gguf_engine_can_do_what_llama_cpp_can(make: Make, target: Path) -> None:
     report = judged(make(markov_head_type="gated"), target)
     of = {v.engine: v for v in report.verdicts}
     assert of["gguf"].level == "fails" and of["torch"].level == "runs"
-    assert [r.why for r in of["gguf"].reasons] == ["it has no gated Markov head"]
+    assert [r.why for r in of["gguf"].reasons] == ["it reads .gguf targets only", "it has no gated Markov head"]
     json.dumps(report.to_dict())
 
 
@@ -71,6 +78,10 @@ def edited(edit: Callable[[dict[str, torch.Tensor]], Any], **changes: Any) -> Tr
 
 def of_format(to: str, source: dict[str, Any] | None = None, **changes: Any) -> Trap:
     return lambda make, tmp: rewrite(converted(make(**(source or {})), to, tmp / to), **changes)
+
+
+def of_gguf() -> Trap:
+    return lambda make, tmp: converted(make(), "gguf", tmp / "gguf")
 
 
 def turned(tensors: dict[str, torch.Tensor]) -> None:
@@ -93,7 +104,7 @@ def reduced(make: Make, tmp: Path) -> Path:
 TRAPS: list[tuple[str, Trap, str, str, str, dict[str, str]]] = [
     ("legacy anchor", of_format("speculators", sample_from_anchor=None), "anchor", "failure", "does not say", {}),
     ("anchor row", of_format("sglang", sample_from_anchor=False), "anchor", "warning", "mask rows only",
-     {"torch": "fails", "sglang": "runs"}),
+     {"torch": "fails", "gguf": "fails", "sglang": "runs"}),
     ("anchor in vLLM", of_format("speculators"), "anchor", "ok", "the file says so",
      {"vllm": "worse", "torch": "runs"}),
     ("inputs as outputs", changed(target_layer_ids=[2, 6]), "taps", "failure", "counted as inputs", {"torch": "fails"}),
@@ -136,6 +147,21 @@ TRAPS: list[tuple[str, Trap, str, str, str, dict[str, str]]] = [
      {"torch": "fails", "sglang": "runs"}),
     ("Gemma 4", changed(architectures=["Gemma4DSparkModel"], hidden_activation="gelu"), "configuration", "ok", "gemma4",
      {"sglang": "fails", "sglang-dspark": "runs"}),
+    ("another activation", changed(hidden_act="gelu"), "backbone", "warning", "'gelu' activation",
+     {"sglang": "fails", "sglang-dspark": "fails", "torch": "runs", "gguf": "fails"}),
+    ("biases", changed(attention_bias=True), "backbone", "note", "no biases in attention",
+     {"gguf": "fails", "sglang": "runs"}),
+    ("a scaled rope", changed(rope_parameters=LLAMA3), "backbone", "note", "'llama3' rope",
+     {"gguf": "fails", "sglang": "runs"}),
+    ("confidence alone", changed(markov_rank=0, confidence_head_with_markov=False), "backbone", "note",
+     "no confidence head without", {"gguf": "fails", "torch": "runs"}),
+    ("a variation", of_format("specforge", dflash_config={**NESTED, "causal": True}), "configuration", "failure",
+     "'causal' is True", {"torch": "fails", "gguf": "fails", "sglang-dspark": "fails"}),
+    ("a block without end", changed(block_size=2**31 - 1), "configuration", "failure", "at most", {"torch": "fails"}),
+    ("no tokenizer", of_gguf(), "tokenizer", "warning", "no tokenizer",
+     {"gguf": "fails", "llama.cpp": "fails", "torch": "runs"}),
+    ("an empty module", lambda make, tmp: save(tmp / "v4", V4, {"x": torch.ones(1)}), "tensors", "failure",
+     "none of its tensors", {"sglang": "fails", "sglang-dspark": "fails", "torch": "fails"}),
     ("Eagle3", changed(architectures=["LlamaForCausalLMEagle3"]), "configuration", "failure", "an Eagle3 draft",
      {"torch": "fails"}),
     ("DFlash", changed(architectures=["DFlashDraftModel"]), "configuration", "failure", "a plain DFlash draft", {}),
@@ -205,16 +231,27 @@ def test_a_proposal_that_is_not_the_block(make: Make, tmp_path: Path, target: Pa
 
 
 def test_a_gguf_that_is_silent_about_its_anchor(make: Make, tmp_path: Path, target: Path) -> None:
-    folder = converted(make(), "gguf", tmp_path / "g")
+    tokens = encode("tokenizer.ggml.tokens", Kind.ARRAY, [str(i) for i in range(64)], Kind.STRING)
+    folder = converted(make(), "gguf", tmp_path / "g", Request(tokenizer=[tokens]))
     file = folder / "g.gguf"
-    assert levels(judged(folder, target))["llama.cpp"] == "runs"
+    assert levels(judged(folder, target))["llama.cpp"] == "runs" and levels(judged(folder))["gguf"] == "runs"
     file.write_bytes(file.read_bytes().replace(b"dflash.sample_from_anchor", b"dflash.simple_from_anchor"))
     report = judged(folder, target)
     assert states(report)["anchor"] == "warning" and levels(report)["llama.cpp"] == "worse"
 
 
+def test_llama_cpp_drafts_with_dflash_files_only(make: Make, tmp_path: Path) -> None:
+    file = converted(make(), "gguf", tmp_path / "g") / "g.gguf"
+    file.write_bytes(file.read_bytes().replace(b"dflash", b"dspark"))
+    report = judged(tmp_path / "g")
+    for engine in ("gguf", "llama.cpp"):
+        reasons = next(v.reasons for v in report.verdicts if v.engine == engine)
+        assert reasons[0].why == "it drafts with files of the architecture 'dflash' only"
+    assert levels(report)["torch"] == "runs"
+
+
 def test_the_mask_may_lie_past_the_tokenizer(make: Make, target: Path) -> None:
-    added = {"added_tokens_decoder": {str(i): {} for i in range(60, 63)}}
+    added: dict[str, Any] = {"added_tokens_decoder": {str(i): {} for i in range(60, 63)}}
     (target / "tokenizer_config.json").write_text(json.dumps(added))
     report = judged(make(), target)
     assert states(report)["mask"] == "note" and "past the tokenizer's 63 tokens" in text(report, "mask")
@@ -231,6 +268,7 @@ def test_a_target_with_a_nested_configuration(make: Make, tmp_path: Path) -> Non
 def test_without_a_target_that_is_said(make: Make) -> None:
     report = judged(make())
     assert states(report)["target"] == "note" and report.sound
+    assert levels(report)["gguf"] == "runs"  # it converts by itself
 
 
 def test_remedies_name_the_draft(make: Make, target: Path) -> None:

@@ -33,7 +33,7 @@ SECONDS, MEGABYTES = 5.0, 400
 """The most that one case may take, and the most that all of them may add to the resident memory."""
 
 TRICKS: list[Any] = [
-    None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 10**40, 1e308, -0.0, "", "x", "../../etc/passwd",
+    None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 10**40, 10**400, 1e308, -0.0, "", "x", "../../etc/passwd",
     "/etc/passwd",
     "..\\x", "\x00", "\ud800", "a" * 10_000, [], {}, [[]], [None], {"": {}}, [1, 2, 3], ["full_attention"] * 5,
     {"rope_type": "yarn"}, {"full_attention": 3}, ["Qwen3DSparkModel", {}], [2**62] * 4, float("inf"),

@@ -125,6 +125,26 @@ def test_what_agreement_counts() -> None:
     assert replace(found).survival == [0.5, 0.5, 0.0]
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_blocks_that_overlap_count_as_less_evidence(other: bool) -> None:
+    """Neighbouring blocks are about the same tokens, so chance moves them together. On two readings that are equally
+    good, the bound is passed as seldom as it would be by independent ones; on a better one it is passed.
+    """
+    numbers, passed = torch.Generator().manual_seed(1), 0
+    for _ in range(200):
+        noise = torch.randn(240 + BLOCK - 1, generator=numbers).unfold(0, BLOCK, 1).mean(1)
+        one, two = (Agreement(240, [0] * BLOCK, likelihoods=v) for v in ((noise + other).tolist(), [0.0] * 240))
+        passed += abs(one.beyond(two)) > 3.0
+    assert passed == 200 if other else passed <= 4
+
+
+def test_a_reading_that_may_be_better_is_not_passed_over() -> None:
+    found, _ = probed(Reader(2))
+    found[1].likelihoods = [x + (-1) ** (i // 8) + 0.6 for i, x in enumerate(found[0].likelihoods)]
+    assert 2.0 < found[1].beyond(found[0]) < 4.0
+    assert "Taps moved by +1 draft as well" in next(iter(acceptance(found))).text
+
+
 def test_a_head_that_its_layers_neighbours_serve_as_well() -> None:
     found, _ = probed(Reader(2))
     for shift, z in ((1, 0.0), (-1, 9.0)):

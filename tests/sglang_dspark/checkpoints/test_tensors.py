@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from sglang_dspark.checkpoints.places import Folder
 from sglang_dspark.checkpoints.tensors import MAX_JSON, open_tensors, read_header, read_json
 from sglang_dspark.errors import InputError
 
@@ -155,6 +156,15 @@ def test_pickles_are_refused_by_name(name: str, tmp_path: Path) -> None:
 def test_empty_and_absent_folders_are_refused(tmp_path: Path) -> None:
     assert "holds neither" in refusal(lambda: open_tensors(tmp_path))
     assert "no checkpoint folder" in refusal(lambda: open_tensors(tmp_path / "absent"))
+
+
+def test_a_folder_that_may_not_be_listed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(InputError, match=r"cannot be read \(Permission denied\); see to its permissions"):
+        Folder(tmp_path).files()
 
 
 def test_a_file_that_vanishes_is_reported(tmp_path: Path) -> None:
