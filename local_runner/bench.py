@@ -11,6 +11,7 @@ import argparse
 import json
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -45,11 +46,13 @@ from local_runner.prompts import Prompt, parse_ids, read_prompts, take
 from local_runner.race import Heat, Run
 from local_runner.report import markdown
 from local_runner.result import machine, race_result
+from local_runner.room import peak, used
 from local_runner.store import resolve, resolve_draft, resolve_pair
+from local_runner.watchdog import Watchdog, watching
 from sglang_dspark.checkpoints.tensors import open_tensors
 from sglang_dspark.decoding.rounds import decode_rounds
 from sglang_dspark.decoding.sampling import SamplingParams
-from sglang_dspark.errors import InputError
+from sglang_dspark.errors import CheckFailed, InputError
 from sglang_dspark.native.build import find_compiler
 
 ROWS = tuple(range(1, 17))
@@ -146,10 +149,11 @@ def compete(
     decoding: Decoding,
     repeats: int,
     say: Say,
+    dog: Watchdog,
 ) -> tuple[list[Answer], dict[str, list[Run]]]:
     """Let every way decode every prompt in turn; return all answers, and the runs of each engine as `race` orders them.
 
-    Which way goes first moves on with each prompt.
+    Which way goes first moves on with each prompt. Raises CheckFailed when `dog` finds the host short of memory.
     """
     answers: list[Answer] = []
     runs: dict[str, list[Run]] = {name: [] for name in engines}
@@ -160,7 +164,8 @@ def compete(
             pairs: dict[tuple[str, Mode], Run] = {}
 
             def decode(name: str, mode: Mode, heat: Heat, pairs: dict[tuple[str, Mode], Run] = pairs) -> Decoded:
-                pairs[name, mode] = run = run_heat(engines[name], heat, decoding)
+                pairs[name, mode] = run = run_heat(engines[name], heat, decoding, dog.cancelled)
+                dog.raise_trouble()
                 after = decode_rounds(run.rounds)
                 return Decoded(sum(len(r.committed) for r in after), sum(r.draft_s + r.verify_s for r in after))
 
@@ -181,11 +186,11 @@ def compete(
     return answers, runs
 
 
-def run_heat(engine: TorchEngine, heat: Heat, decoding: Decoding) -> Run:
+def run_heat(engine: TorchEngine, heat: Heat, decoding: Decoding, cancelled: threading.Event) -> Run:
     """Decode one answer."""
     request = decoding.measured(engine).request(engine, heat.prompt_ids, heat.mode, heat.name)
     began = perf_counter()
-    rounds = tuple(engine.generate(request))
+    rounds = tuple(engine.generate(request, cancelled))
     return Run(heat, rounds, perf_counter() - began)
 
 
@@ -227,8 +232,14 @@ def bench(options: argparse.Namespace, say: Say) -> dict[str, Any]:
 
     raced = {name: engines[name] for name in RACED if name in engines}
     others = Transformers(target, torch.bfloat16)
-    compete(raced, others, prompts[:1], decoding(min(WARM_UP_TOKENS, options.max_new_tokens)), 1, lambda _: None)
-    answers, runs = compete(raced, others, prompts, decoding(options.max_new_tokens), options.repeats, say)
+    few_tokens = decoding(min(WARM_UP_TOKENS, options.max_new_tokens))
+    with watching(some.description, threading.Event()) as dog:
+        compete(raced, others, prompts[:1], few_tokens, 1, lambda _: None, dog)
+        answers, runs = compete(raced, others, prompts, decoding(options.max_new_tokens), options.repeats, say, dog)
+    result["memory"] = {
+        "predicted_peak_bytes": {name: used(e.description)["predicted_peak_bytes"] for name, e in engines.items()},
+        "measured_peak_bytes": peak(),
+    }
     result["ways"] = ways_result(answers)
     result["race"] = {}
     for name, engine in raced.items():
@@ -287,9 +298,9 @@ def main(arguments: Sequence[str]) -> int:
             result = bench(options, lambda message: print(message, file=sys.stderr, flush=True))
             json.dump(result, stream, indent=1, ensure_ascii=False)
             stream.write("\n")
-    except InputError as error:
+    except (InputError, CheckFailed) as error:
         print(f"Error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, CheckFailed) else 2
     except KeyboardInterrupt:
         print("Cancelled; nothing was stored.", file=sys.stderr)
         return 130

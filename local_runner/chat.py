@@ -8,6 +8,7 @@ from collections.abc import Callable
 from local_runner.answer import answer, write_out
 from local_runner.engine import Decoding, Engine, Message, Mode, encode
 from local_runner.interrupt import cancel_on_interrupt
+from local_runner.watchdog import watching
 from sglang_dspark.errors import InputError
 
 HELP = "/reset forgets the conversation, /quit ends it; Ctrl-C stops an answer."
@@ -17,7 +18,8 @@ def chat(engine: Engine, decoding: Decoding, mode: Mode, system: str | None, say
     """Read what the user says, line by line, and answer with the whole conversation in mind, until /quit or the end.
 
     Ctrl-C stops the answer, which stays in the conversation as far as it came; at the prompt it ends the program.
-    On a terminal what cannot be answered is said and dropped; on a pipe it raises InputError.
+    On a terminal what cannot be answered is said and dropped; on a pipe it raises InputError. Raises CheckFailed after
+    an answer that was cut short because the host ran short of memory.
     """
     interactive = sys.stdin.isatty()
     start: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -46,10 +48,11 @@ def chat(engine: Engine, decoding: Decoding, mode: Mode, system: str | None, say
 
 
 def _reply(engine: Engine, decoding: Decoding, mode: Mode, messages: list[Message], say: Callable[[str], None]) -> str:
-    with cancel_on_interrupt() as cancelled:
+    with cancel_on_interrupt() as cancelled, watching(engine.description, cancelled) as dog:
         reply = answer(engine, decoding, encode(engine, messages), mode, cancelled=cancelled, write=write_out)
     write_out("\n")
     say(reply.statistics())
+    dog.raise_trouble()
     return reply.text or ""
 
 

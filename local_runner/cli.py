@@ -163,6 +163,8 @@ def generate(
     from local_runner.answer import answer, write_out
     from local_runner.files import whole_file
     from local_runner.interrupt import cancel_on_interrupt
+    from local_runner.room import used
+    from local_runner.watchdog import watching
 
     if prompt is not None and prompt_ids is not None:
         raise InputError("--prompt and --prompt-ids both give the prompt; drop one of them.")
@@ -176,6 +178,7 @@ def generate(
         if not ids:
             ids = encode(engine, [{"role": "user", "content": said}])
         cancelled = stack.enter_context(cancel_on_interrupt())
+        dog = stack.enter_context(watching(engine.description, cancelled))
         reply = answer(
             engine,
             decoding.measured(engine) if mode == "dspark" else decoding,
@@ -186,11 +189,13 @@ def generate(
             events=stream,
         )
     if as_json:
-        typer.echo(json.dumps({"pair": name, "mode": mode, **reply.to_dict(), "engine": engine.description}))
+        about = {"memory": used(engine.description), "cut_short": dog.reason or None}
+        typer.echo(json.dumps({"pair": name, "mode": mode, **reply.to_dict(), **about, "engine": engine.description}))
     else:
         write_out("\n")
         if sys.stdout.isatty():
             say(reply.statistics())
+    dog.raise_trouble()
     if reply.stop == "cancelled":
         raise typer.Exit(130)
 
@@ -208,7 +213,7 @@ def chat(
     from local_runner.chat import chat as converse
 
     decoding = settings.decoding(suited=True)
-    engine, _ = open_engine(settings, say)
+    engine, _ = open_engine(settings, say, suited=not plain, reuse_prefix=True)
     mode: Mode = "dspark" if engine.block and not plain else "plain"
     converse(engine, decoding.measured(engine) if mode == "dspark" else decoding, mode, system, say)
 

@@ -42,6 +42,13 @@ class Engine(Protocol):
         """Whether the draft judges its own tokens."""
 
     @property
+    def adapts(self) -> bool:
+        """Whether it decodes with the schedule `Adaptive`."""
+
+    reuse_prefix: bool
+    """Whether a request keeps what the caches hold of its prompt from those before it."""
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end an answer."""
 
@@ -117,10 +124,14 @@ class Decoding:
     def measured(self, engine: Engine) -> Decoding:
         """This, with the engine's cost curve where the schedule needs one.
 
-        Where none is given, that is Algorithm 1 for a draft with a confidence head, and whole blocks for others.
+        Where none is given, it is what has paid so far if the engine adapts, else Algorithm 1 for a draft with a
+        confidence head, and whole blocks for others.
         """
+        from sglang_dspark.decoding.adaptive import Adaptive
         from sglang_dspark.decoding.schedule import Algorithm1, Fixed
 
+        if self.schedule is None and engine.adapts:
+            return replace(self, schedule=Adaptive())
         if self.schedule is None:
             return replace(self, schedule=Algorithm1(engine.cost_curve()) if engine.has_confidence else Fixed())
         if isinstance(self.schedule, Algorithm1) and not engine.has_confidence:

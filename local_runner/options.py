@@ -65,8 +65,8 @@ class Settings:
         str | None,
         _drafting(
             "--schedule",
-            "How much of a drafted block to verify. Default: all of it; in race and chat, what pays, by algorithm1."
-            " adaptive measures this machine, drafts from the head or by look-up, and not at all where that loses.",
+            "How much of a drafted block to verify. Default: all of it in generate; elsewhere adaptive, which measures"
+            " this machine, drafts from the head or by look-up, and not at all where that loses.",
             metavar="adaptive|fixed[:K]|threshold:T|algorithm1",
         ),
     ] = None
@@ -78,7 +78,9 @@ class Settings:
         "greedy"
     )
     block: Annotated[int | None, _drafting("--block", "Draft fewer tokens than the trained block.", min=1)] = None
-    engine: Annotated[Kind, _engine("--engine", "What computes.")] = "torch"
+    engine: Annotated[
+        Kind | None, _engine("--engine", "What computes. Default: torch, or what an adaptive schedule finds quicker.")
+    ] = None
     dtype: Annotated[Dtype, _engine("--dtype", "The precision of weights and arithmetic.")] = "auto"
     device: Annotated[Device, _engine("--device", "Where it computes.")] = "auto"
     threads: Annotated[int | None, _engine("--threads", "Processor threads.", min=1)] = None
@@ -131,22 +133,26 @@ class Settings:
         return Threshold(self.confidence_threshold)
 
 
-def open_engine(settings: Settings, say: Callable[[str], None]) -> tuple[Engine, str]:
+def open_engine(
+    settings: Settings, say: Callable[[str], None], *, suited: bool = False, reuse_prefix: bool = False
+) -> tuple[Engine, str]:
     """Find the models, fetching a pair's that are not here yet, and load them; return the engine and their name.
 
-    Without a pair or a target this is the default pair. What the user should know is said. Raises InputError with
-    what is missing or does not fit.
+    Without a pair or a target this is the default pair. With `suited` a pair is decoded by a runner, which measures at
+    first use, unless another schedule is given. `reuse_prefix` is as in `Engine`. What the user should know is said.
+    Raises InputError with what is missing or does not fit.
     """
     if settings.pair and settings.target:
         raise InputError("--pair already names a target; give either --pair or --target.")
     if settings.draft and not (settings.pair or settings.target):
         raise InputError("--draft needs a target to draft for; add --target or --pair.")
     target, draft, name = _paths(settings)
-    if settings.schedule == "adaptive":
-        from local_runner.runner import open_runner
-        from local_runner.runner.choose import Models
+    free = settings.schedule is None and settings.confidence_threshold is None
+    engine: Engine
+    if settings.schedule == "adaptive" or (suited and free and draft is not None):
+        from local_runner.runner import Models, open_runner
 
-        runner = open_runner(
+        engine = open_runner(
             Models(target, draft, settings.block, settings.context_length),
             kind=settings.engine,
             dtype=settings.dtype,
@@ -155,18 +161,19 @@ def open_engine(settings: Settings, say: Callable[[str], None]) -> tuple[Engine,
             threads=settings.threads,
             say=say,
         )
-        return runner, name
-    engine: Engine = import_module(f"local_runner.engines.{settings.engine}").load_engine(
-        target,
-        draft,
-        dtype=settings.dtype,
-        device=settings.device,
-        threads=settings.threads,
-        context_length=settings.context_length,
-        block=settings.block,
-        compile=settings.compile,
-        progress=say,
-    )
+    else:
+        engine = import_module(f"local_runner.engines.{settings.engine or 'torch'}").load_engine(
+            target,
+            draft,
+            dtype=settings.dtype,
+            device=settings.device,
+            threads=settings.threads,
+            context_length=settings.context_length,
+            block=settings.block,
+            compile=settings.compile,
+            progress=say,
+        )
+    engine.reuse_prefix = reuse_prefix
     for note in engine.notes:
         say(f"Note: {note}")
     return engine, name

@@ -21,6 +21,7 @@ from local_runner.prompts import Prompt
 from local_runner.race import Watcher, race, record, warm_up
 from local_runner.result import race_result
 from local_runner.watch import LineWatcher, LiveWatcher, closing, fits, picture
+from local_runner.watchdog import watching
 from sglang_dspark.errors import InputError
 
 CLOSING_LINES = 24
@@ -36,7 +37,9 @@ def run(
     svg: Path | None,
     say: Callable[[str], None],
 ) -> None:
-    """Race, show, store. Raises typer.Exit with 1 if the tokens are not the same, with 130 if it was interrupted."""
+    """Race, show, store. Raises typer.Exit with 1 if the tokens are not the same, with 130 if it was interrupted, and
+    CheckFailed if the host ran short of memory; then nothing is stored.
+    """
     decoding = settings.decoding(suited=True)
     to_stdout = json_file is not None and str(json_file) == "-"
     console = Console(stderr=to_stdout)
@@ -46,18 +49,19 @@ def run(
         image = stack.enter_context(whole_file(svg)) if svg else None
         if folder:
             make_folder(folder)
-        engine, name = open_engine(settings, say)
+        engine, name = open_engine(settings, say, suited=True)
         if not engine.block:
             raise InputError("A race needs a draft as well as a target; add --draft, or give a --pair.")
         decoding = decoding.measured(engine)
         board = Board(engine, heading(engine, name))
         live = fits(console) and json_file is None
-        with cancel_on_interrupt() as cancelled:
+        with cancel_on_interrupt() as cancelled, watching(engine.description, cancelled) as dog:
             say("Warming up ...")
             warm_up(engine, prompts[0], decoding, cancelled)
             with ExitStack() as shown:
                 watcher: Watcher = shown.enter_context(LiveWatcher(board, console)) if live else LineWatcher(board, say)
                 runs = race(engine, prompts, decoding, repeats=repeats, watcher=watcher, cancelled=cancelled)
+            dog.raise_trouble()
             if cancelled.is_set():
                 say("Cancelled; nothing was stored.")
                 raise typer.Exit(130)

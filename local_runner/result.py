@@ -23,6 +23,7 @@ import psutil
 from local_runner.engine import Decoding, Engine, Mode
 from local_runner.identity import Identity
 from local_runner.race import Run
+from local_runner.room import used
 from sglang_dspark.decoding.rounds import Round, conditional_by_position, summarise, survival_by_position
 
 FIGURES = ("plain_tokens_per_s", "dspark_tokens_per_s", "speedup", "mean_accepted_length", "draft_acceptance_rate")
@@ -44,6 +45,7 @@ def race_result(
         "pair": pair or f"{description.get('target')} + {description.get('draft')}",
         "engine": description,
         "machine": machine(),
+        "memory": used(description),
         "prompts": len({r.heat.prompt.id for r in runs}),
         "plain": {
             "tokens_per_s": total["plain_tokens_per_s"],

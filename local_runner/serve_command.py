@@ -81,7 +81,7 @@ def serve(
         decoding = settings.decoding(suited=True)
         # A seed that nobody gave must not be the same for all requests.
         decoding = replace(decoding, sampling=replace(decoding.sampling, seed=settings.seed))
-        engine, name = open_engine(settings, say)
+        engine, name = open_engine(settings, say, suited=not plain, reuse_prefix=True)
         mode: Mode = "dspark" if engine.block and not plain else "plain"
         decoding = decoding.measured(engine) if mode == "dspark" else decoding
         with Jobs(Served(engine, name, decoding, mode), most_waiting=queue) as jobs:

@@ -8,13 +8,27 @@ watched, against the thresholds of the plan.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from local_runner.machine import Pool
 from local_runner.machine.memory import ROOT, memory, pressure
-from local_runner.placement.plan import Thresholds
+from local_runner.placement.plan import Thresholds, reserve
+from sglang_dspark.errors import CheckFailed
 
 EVERY_S = 0.25
+
+
+def watching(description: Mapping[str, Any], cancelled: threading.Event) -> Watchdog:
+    """A watchdog with the thresholds of the plan in an engine's description, or those of any plan for this host's
+    memory where there is none.
+    """
+    if planned := description.get("plan"):
+        return Watchdog(Thresholds(**planned["thresholds"]), cancelled)
+    total = memory().total
+    return Watchdog(Thresholds(reserve(Pool("system", "system", total, total, 1.0, "")) // 2), cancelled)
 
 
 class Watchdog:
@@ -42,6 +56,11 @@ class Watchdog:
     ) -> None:
         self._ended.set()
         self._thread.join()
+
+    def raise_trouble(self) -> None:
+        """Raise CheckFailed with the reason, if there is one."""
+        if self.reason:
+            raise CheckFailed(self.reason)
 
     def check(self) -> bool:
         """Whether all is well. The first time that it is not, `reason` is set and then `cancelled`."""

@@ -36,7 +36,8 @@ def rounds(log: str) -> list[dict[str, Any]]:
             drafted = [*drafted[: int(match[1])], int(match[2])]
         elif match := ACCEPTED.search(line):
             # Near the end of the answer the tool verifies fewer than it drafted.
-            found.append({"drafted": drafted, "scheduled": int(match[2]), "accepted": int(match[1]), "next_token": int(match[3])})
+            counts = {"scheduled": int(match[2]), "accepted": int(match[1])}
+            found.append({"drafted": drafted, **counts, "next_token": int(match[3])})
             drafted = []
     return found
 

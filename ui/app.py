@@ -199,7 +199,7 @@ def _settings(base: Settings, named: Any, remote: bool) -> list[Any]:
         seed = named(gr.Textbox("" if base.seed is None else str(base.seed), label=WORDS["seed"]), label="seed")
     with gr.Row(visible=not remote):
         shown = choice("pair", pairs, pair)
-        engine = choice("engine", _engines(base), base.engine)
+        engine = choice("engine", ["auto", *_engines(base)], base.engine or "auto")
         dtype = choice("dtype", list(get_args(Dtype)), base.dtype)
         block = slider("block", 0, 16, base.block or 0, 1)
         schedule = choice("schedule", schedules, base.schedule or "auto")

@@ -18,7 +18,7 @@ LONGEST_TEXT = 100_000
 """Characters of a prompt, or of a whole conversation."""
 MOST_TURNS = 400
 MOST_TOKENS = 8192
-SCHEDULES = ("fixed", "algorithm1", "threshold:0.3", "threshold:0.5", "threshold:0.7")
+SCHEDULES = ("adaptive", "fixed", "algorithm1", "threshold:0.3", "threshold:0.5", "threshold:0.7")
 
 
 @dataclass(frozen=True, slots=True)

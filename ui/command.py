@@ -133,7 +133,7 @@ def _check(settings: Settings) -> None:
         raise InputError("--pair already names a target; give either --pair or --target.")
     if settings.pair:
         load_pair(settings.pair)
-    if settings.schedule:
+    if settings.schedule and settings.schedule != "adaptive":
         parse_schedule(settings.schedule)
     read_ask({"kind": "machine", "temperature": settings.temperature, "top_p": settings.top_p}, settings)
 

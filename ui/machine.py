@@ -31,6 +31,7 @@ def placed(engine: Engine) -> list[dict[str, Any]]:
 
     Counted from the tensors that are loaded, each once, or what the engine says where its tensors cannot be seen.
     """
+    engine = getattr(engine, "engine", engine)  # a runner's parts are those of the engine within
     if said := getattr(engine, "description", {}).get("memory"):
         pool = str(engine.description.get("device", ""))
         return [{"part": part, "bytes": size, "pool": pool} for part, size in said.items()]

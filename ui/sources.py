@@ -65,6 +65,7 @@ class Local:
             return
         if run.cancelled.is_set():
             return
+        engine.reuse_prefix = ask.kind == "chat"  # in a race each lane reads the whole prompt
         if engine.block:
             if "curve" not in self._known:
                 run.state("loading", words(ask.language)["measuring"])
@@ -112,7 +113,7 @@ class Local:
         run.state("loading", say["looking"])
         _fetch(wanted, run)
         _go_on(run)
-        engine, self._pair = open_engine(wanted, progress)
+        engine, self._pair = open_engine(wanted, progress, suited=True)
         run.state("loading", say["warming_up"])
         if engine.block and engine.tokenizer is not None:
             warm_up(engine, WARM_UP, settings.decoding(), threading.Event())

@@ -94,7 +94,9 @@ class Footprint:
     """A target and perhaps its draft. `experts` of a layer are there, `active` are used for a token (0 for dense).
 
     `largest_file` bounds what is held while a file is read and dropped; `whole` is what is held while all of it is
-    mapped. `notes` say what is estimated.
+    mapped. `notes` say what is estimated. `family` is the model type, `trained` the longest context that it allows, 0
+    if that is not known. `held` is what a certain engine holds beside all this, and `loading` what it holds beside the
+    weights at the worst moment of loading (see `held.py`); None where no engine is meant.
     """
 
     name: str
@@ -109,6 +111,10 @@ class Footprint:
     largest_file: int
     draft: DraftPrint | None = None
     notes: tuple[str, ...] = ()
+    family: str = ""
+    trained: int = 0
+    held: tuple[tuple[str, int], ...] | None = None
+    loading: int | None = None
 
     @property
     def tied(self) -> bool:
@@ -122,8 +128,10 @@ class Footprint:
 
     def transient(self, mapped: bool) -> int:
         """Bytes held beyond the weights while loading: the largest file when files are read and dropped one by one,
-        everything again when they are mapped, which counts as resident where memory is unified.
+        everything again when they are mapped, which counts as resident where memory is unified; or what an engine says.
         """
+        if self.loading is not None:
+            return self.loading
         draft = self.draft.bytes if self.draft else 0
         return self.bytes + draft if mapped else self.largest_file
 

@@ -115,6 +115,7 @@ def from_gguf(header: Mapping[str, Any], layers: int) -> dict[str, Any]:
         "num_key_value_heads": get("attention.head_count_kv"),
         "head_dim": get("attention.key_length"),
         "sliding_window": get("attention.sliding_window"),
+        "max_position_embeddings": get("context_length"),
         "kv_lora_rank": get("attention.kv_lora_rank"),
         "qk_rope_head_dim": get("rope.dimension_count"),
         "num_kv_shared_layers": get("attention.shared_kv_layers"),

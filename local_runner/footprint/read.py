@@ -80,6 +80,8 @@ def footprint(
         largest_file=largest_file,
         draft=draft,
         notes=notes,
+        family=str(fields.get("model_type") or ""),
+        trained=fields.integer("max_position_embeddings", 0, least=0),
     )
 
 

@@ -92,6 +92,11 @@ def measured(device: str) -> tuple[float, str]:
     return published(name) or (100e9, "assumed")
 
 
+def unmeasured(device: str) -> tuple[float, str]:
+    """Any speed, for when only sizes matter."""
+    return 1.0, "not measured"
+
+
 def published(name: str) -> tuple[float, str] | None:
     """The vendor's figure for the device of that name, from the machine files, if one of them has it."""
     for file in machine_files().values():

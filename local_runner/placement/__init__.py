@@ -109,12 +109,15 @@ def _plan(machine: Machine, f: Footprint, w: Wishes, found: Sequence[Item], fill
         )
         for pool in machine.pools
     ]
+    size, spare = sum(i.size for i in found), cache_bytes(found)
+    needed = size + sum(s.bytes for s in spaces)
     return Plan(
         machine=machine,
         footprint=f,
         wishes=w,
         fits=filling is not None,
-        needed=sum(i.size for i in found) + sum(s.bytes for s in spaces),
+        needed=needed,
+        peak=max(needed, size - spare + f.transient(w.mapped)),
         placed=tuple(placed),
         uses=tuple(uses),
         loading="map" if w.mapped else "read and drop",

@@ -86,7 +86,7 @@ def smallest_changes(plan: Plan, fits: Fits) -> tuple[Change, ...]:
     found = list(_single(f, w, fits))
     if not found:
         small = replace(w, cache_dtype="int8", head_dtype="int8" if f.draft else None, users=1)
-        if (context := _largest(w.context, lambda n: fits(f, replace(small, context=n)))) is not None:
+        if (context := largest(w.context, lambda n: fits(f, replace(small, context=n)))) is not None:
             found.append(Change(_combined(context, w, f), replace(small, context=context)))
     if f.draft is not None and fits(replace(f, draft=None), w):
         found.append(Change(f"decode without the draft, which frees {mb(f.draft.bytes)}", None))
@@ -96,7 +96,7 @@ def smallest_changes(plan: Plan, fits: Fits) -> tuple[Change, ...]:
 def _single(f: Footprint, w: Wishes, fits: Fits) -> Iterator[Change]:
     if w.dtype is not None and fits(f, replace(w, dtype=None)):
         yield Change("keep the target as it is stored", replace(w, dtype=None))
-    if (n := _largest(w.context, lambda n: fits(f, replace(w, context=n)))) is not None:
+    if (n := largest(w.context, lambda n: fits(f, replace(w, context=n)))) is not None:
         yield Change(f"a context of {n} tokens", replace(w, context=n))
     if users := _bisect(w.users - 1, lambda n: fits(f, replace(w, users=n))):
         yield Change(f"{users} users at once" if users > 1 else "one user", replace(w, users=users))
@@ -132,7 +132,7 @@ def _smaller_target(f: Footprint, w: Wishes, fits: Fits) -> Iterator[Change]:
         yield Change("a smaller target, or more memory", None)
 
 
-def _largest(context: int, fits: Callable[[int], bool]) -> int | None:
+def largest(context: int, fits: Callable[[int], bool]) -> int | None:
     """The longest context below `context`, in multiples of STEP, that fits."""
     best = _bisect((context - 1) // STEP, lambda n: fits(n * STEP))
     return best * STEP if best else None

@@ -47,7 +47,7 @@ class Wishes:
     goal: Goal = "latency"
     dtype: Precision | None = None
     cache_dtype: CacheType = "bfloat16"
-    head_dtype: Literal["int8"] | None = None
+    head_dtype: Precision | Literal["int8"] | None = None
     mapped: bool = False
 
     @property
@@ -99,8 +99,10 @@ def work_spaces(f: Footprint, w: Wishes, device: str) -> list[Piece]:
         # Logits, and probabilities made of them.
         "logits": w.active * (block + 1 + block) * f.vocab * LOGIT_BYTES * 2,
         "activations": rows * (6 * f.hidden + 3 * f.inner) * LOGIT_BYTES,
-        "program and libraries": RUNTIME.get(device.split(":")[0], RUNTIME["cuda"]),
     }
+    if f.held is None:
+        sizes["program and libraries"] = RUNTIME.get(device.split(":")[0], RUNTIME["cuda"])
+    sizes |= dict(f.held or ())
     return [Piece(name, "work space", "", size) for name, size in sizes.items() if size]
 
 

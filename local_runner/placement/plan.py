@@ -92,7 +92,8 @@ class Plan:
     """What `place` found. Without a fit, `placed` is empty and `changes` say what would fit.
 
     `plain_s` and `round_s` are the least seconds that reading takes, for one step and one round with full contexts;
-    arithmetic comes on top where it is slower than memory. `break_even` is the mean accepted length at which a round
+    arithmetic comes on top where it is slower than memory. `needed` bytes are there while decoding, and `peak` at most,
+    loading included. `break_even` is the mean accepted length at which a round
     gives as many tokens a second as steps do. `proven` says that no cheaper placement exists.
     """
 
@@ -101,6 +102,7 @@ class Plan:
     wishes: Wishes
     fits: bool
     needed: int
+    peak: int
     placed: tuple[Placed, ...]
     uses: tuple[Use, ...]
     loading: Literal["read and drop", "map"]
@@ -137,6 +139,7 @@ class Plan:
             "wishes": asdict(self.wishes),
             "fits": self.fits,
             "needed_bytes": self.needed,
+            "peak_bytes": self.peak,
             "pools": [asdict(use) for use in self.uses],
             "parts": [asdict(placed) for placed in self.placed],
             "loading": self.loading,

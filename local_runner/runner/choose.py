@@ -97,9 +97,13 @@ def open_runner(
             opened.append((way, load(models, way)))
         return opened[0][1]
 
+    announced: list[bool] = []
+
     def measured(way: Way) -> Profile:
+        if not announced:
+            announced.append(True)
+            say(f"Measuring what rounds cost here, for at most {BUDGET_S:.0f} s; it is remembered.")
         engine = engine_of(way)
-        say(f"Measuring what a round costs with {way} ...")
         # One more than there are, for the second number of threads.
         return measure(engine, _prompt(engine), budget_s=BUDGET_S / (len(found) + 1))
 

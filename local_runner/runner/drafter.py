@@ -65,8 +65,9 @@ class Follower:
 
 def _giver(head: Any) -> Callable[[torch.Tensor], None] | None:
     """How to hand kept features to `head`; None if it only reads its target's last ones."""
-    if hasattr(head, "model") and hasattr(getattr(head, "target", None), "features"):
-        return lambda rows: head.model.observe(rows, head.model.length)
+    if hasattr(head, "commit") and hasattr(head, "model"):
+        give: Callable[[torch.Tensor], None] = head.commit
+        return give
     if hasattr(head, "commit"):
         # llama.cpp's draft wants to know the tokens too.
         return lambda rows: head.commit(

@@ -39,6 +39,20 @@ class Runner:
         return self.engine.has_confidence
 
     @property
+    def adapts(self) -> bool:
+        """It decodes with the schedule `Adaptive`."""
+        return True
+
+    @property
+    def reuse_prefix(self) -> bool:
+        """Whether a request keeps what the caches hold of its prompt."""
+        return self.engine.reuse_prefix
+
+    @reuse_prefix.setter
+    def reuse_prefix(self, reuse: bool) -> None:
+        self.engine.reuse_prefix = reuse
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end an answer."""
         return self.engine.stop_ids

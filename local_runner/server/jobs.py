@@ -20,6 +20,7 @@ from local_runner.server.feed import Feed
 from local_runner.server.protocol import Ask, Prompt, Served
 from local_runner.server.refusal import Refused
 from local_runner.server.totals import Totals
+from local_runner.watchdog import Watchdog, watching
 from sglang_dspark.decoding.rounds import Round
 from sglang_dspark.errors import InputError
 
@@ -58,6 +59,7 @@ class Job:
         self.came = time.monotonic()
         self.began: float | None = None
         self.rounds = self.tokens = 0
+        self.dog: Watchdog | None = None
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Said | Ended | Refused | None] = asyncio.Queue()
         self._first: Said | Ended | Refused | None = None
@@ -81,6 +83,11 @@ class Job:
             if isinstance(what, Refused):
                 raise what
             yield what
+
+    @property
+    def cut_short(self) -> str | None:
+        """Why its answers end before their time, where the host ran short of memory."""
+        return (self.dog.reason or None) if self.dog else None
 
     @property
     def queued_s(self) -> float:
@@ -184,8 +191,14 @@ class Jobs:
     def _work(self) -> None:
         while (job := self._next()) is not None:
             try:
-                stops = self._decode(job)
+                with watching(self.served.engine.description, job.cancelled) as job.dog:
+                    if not job.dog.check():
+                        raise Refused(job.dog.reason, status=503, code="out_of_memory")
+                    stops = self._decode(job)
                 cancelled, failed = "cancelled" in stops, False
+            except Refused as refused:
+                cancelled, failed = False, True
+                job.tell(refused)
             except InputError as error:
                 param = "logit_bias" if str(error).startswith("logit_bias") else job.ask.prompt_param
                 cancelled, failed = False, True

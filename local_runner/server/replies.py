@@ -112,6 +112,7 @@ class Reply:
             "mode": ask.mode,
             "schedule": None if ask.mode == "plain" else str(ask.decoding.schedule or "fixed"),
             "stop": [answer.stop for answer in self.answers],
+            **({"cut_short": self.job.cut_short} if self.job.cut_short else {}),
             "queued_s": self.job.queued_s,
             "summary": asdict(summarise(every)),
             **({"rounds": [asdict(r) for r in every]} if rounds else {}),

@@ -55,7 +55,7 @@ class FakeEngine:
         self.plain_s, self.dspark_s, self.sleep_s = plain_s, dspark_s, sleep_s
         self.stop_ids = frozenset({999})
         self.notes: list[str] = []
-        self.has_confidence = False
+        self.has_confidence = self.adapts = self.reuse_prefix = False
         self.description: dict[str, Any] = {
             "engine": "fake",
             "device": "cpu",
@@ -133,18 +133,21 @@ class FakeEngine:
         return (sum(prompt_ids) + position) % len(TEXT)
 
 
-def install(engine: FakeEngine, patch: Any = setattr) -> None:
-    """Make `dspark` use `engine` whatever models it is asked for."""
+def install(engine: FakeEngine, patch: Any = None) -> None:
+    """Make `dspark` use `engine` whatever models it is asked for; `patch` is a MonkeyPatch that takes it back."""
     from local_runner import options
 
-    module = types.ModuleType("local_runner.engines.torch")
-    module.__dict__["load_engine"] = lambda *args, **kwargs: engine
-    if patch is setattr:
-        sys.modules[module.__name__] = module
-    else:
-        patch.setitem(sys.modules, module.__name__, module)
-        patch = patch.setattr
-    patch(options, "_paths", lambda settings: (Path("target"), Path("draft"), settings.pair or "fake-pair"))
+    fakes = {"engines.torch": "load_engine", "runner": "open_runner"}
+    for name, function in fakes.items():
+        module = types.ModuleType(f"local_runner.{name}")
+        module.__dict__[function] = lambda *args, **kwargs: engine
+        module.__dict__["Models"] = lambda *given: types.SimpleNamespace(block=given[2])
+        if patch is None:
+            sys.modules[module.__name__] = module
+        else:
+            patch.setitem(sys.modules, module.__name__, module)
+    set_ = setattr if patch is None else patch.setattr
+    set_(options, "_paths", lambda settings: (Path("target"), Path("draft"), settings.pair or "fake-pair"))
 
 
 if __name__ == "__main__":

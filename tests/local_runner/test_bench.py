@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ from local_runner.baselines import Decoded, Transformers
 from local_runner.bench_tables import Answer, ways_result
 from local_runner.engine import Decoding
 from local_runner.engines.torch import load_engine
+from local_runner.placement.plan import Thresholds
 from local_runner.prompts import Prompt
+from local_runner.watchdog import Watchdog
 from sglang_dspark.decoding.sampling import SamplingParams
 from sglang_dspark.decoding.schedule import Fixed
+from sglang_dspark.errors import CheckFailed
 
 GOLDEN = Path(os.environ.get("DSPARK_GOLDEN", Path(__file__).parents[3] / "shared" / "golden"))
 PAIR = GOLDEN / "qwen3-vanilla"
@@ -106,21 +110,28 @@ def test_every_way_decodes_every_prompt_and_the_first_turn_moves_on(fake: Any, m
     order: list[str] = []
     run_heat = bench.run_heat
 
-    def watched(engine: Any, heat: Any, decoding: Decoding) -> Any:
+    def watched(engine: Any, heat: Any, decoding: Decoding, cancelled: threading.Event) -> Any:
         order.append(heat.mode)
-        return run_heat(engine, heat, decoding)
+        return run_heat(engine, heat, decoding, cancelled)
 
     monkeypatch.setattr(bench, "run_heat", watched)
     prompts = [(Prompt(name, "code", ids=(n,)), (n,)) for n, name in enumerate("ab", start=1)]
     decoding = Decoding(20, SamplingParams(), Fixed())
+    calm = Watchdog(Thresholds(0), threading.Event())
     answers, runs = bench.compete(
-        {"x": fake.FakeEngine()}, FakeTransformers(order), prompts, decoding, 2, lambda message: None
+        {"x": fake.FakeEngine()}, FakeTransformers(order), prompts, decoding, 2, lambda message: None, calm
     )
     ways = ["plain", "dspark", "generate", "lookup"]
     assert [order[i : i + 4] for i in range(0, 16, 4)] == [ways[t:] + ways[:t] for t in (0, 1, 1, 2)]
     assert [(r.heat.name, r.heat.repeat, r.heat.mode) for r in runs["x"]] == [
         (name, repeat, mode) for repeat in (0, 1) for name in "ab" for mode in ("plain", "dspark")
     ]
+    calm.thresholds = Thresholds(1 << 60)
+    assert not calm.check()
+    with pytest.raises(CheckFailed, match="MiB of memory are left"):
+        bench.compete(
+            {"x": fake.FakeEngine()}, FakeTransformers(order), prompts, decoding, 1, lambda message: None, calm
+        )
     # Of twenty tokens the first comes with the prompt; its time, 0.02 s, does not count either.
     plain = [a for a in answers if a.way == "plain, x"]
     assert [(a.tokens, a.seconds) for a in plain] == [(19, pytest.approx(19 * 0.02))] * 4

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from local_runner import options, runner
+from local_runner import options, watchdog
 from local_runner.cli import app
 from local_runner.options import Settings
+from sglang_dspark.decoding.adaptive import Adaptive
 from sglang_dspark.decoding.rounds import Round
 from sglang_dspark.errors import InputError
 
@@ -98,12 +100,96 @@ def test_the_adaptive_schedule_opens_a_runner(engine: Any, monkeypatch: pytest.M
         asked.append((models, given))
         return engine
 
-    monkeypatch.setattr(runner, "open_runner", open_runner)
+    monkeypatch.setattr(sys.modules["local_runner.runner"], "open_runner", open_runner)
     settings = Settings(schedule="adaptive", threads=3, block=2, dtype="float32")
     assert options.open_engine(settings, lambda line: None)[0] is engine
     (models, given), *others = asked
     assert not others and models.block == 2 and given["threads"] == 3 and given["dtype"] == "float32"
     assert type(settings.decoding().schedule).__name__ == "Adaptive"
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "opens", "schedule"),
+    [
+        ("race", [], True, "adaptive"),
+        ("race", ["--schedule", "fixed"], False, "fixed"),
+        ("race", ["--confidence-threshold", ".5"], False, "threshold:0.5"),
+        ("chat", [], True, "adaptive"),
+        ("chat", ["--plain"], False, None),
+        ("generate", [], False, "fixed"),
+    ],
+)
+def test_what_adapts_is_the_default_but_in_generate(
+    command: str,
+    arguments: list[str],
+    opens: bool,
+    schedule: str | None,
+    engine: Any,
+    fake: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A runner is opened, says in one sentence why it computes as it does, and its schedule is what has paid so far."""
+    runner = fake.FakeEngine()
+    runner.adapts, runner.notes = True, ["torch promises 9 tokens/s with drafting (8 without)."]
+    seen: list[Any] = []
+
+    def open_runner(models: Any, **given: Any) -> Any:
+        seen.append(given)
+        return runner
+
+    monkeypatch.setattr(sys.modules["local_runner.runner"], "open_runner", open_runner)
+    monkeypatch.setattr(Adaptive, "length", lambda self, confidence, drafted: drafted)
+    asked = [] if command == "chat" else ["--prompt", "a"]
+    result = dspark(command, *asked, "--max-new-tokens", 9, *arguments, stdin="hi\n")
+    assert result.exit_code == 0, result.output
+    assert bool(seen) == opens == ("promises 9 tokens/s" in result.stderr) and all(g["kind"] is None for g in seen)
+    used = {str(r.schedule) for r in (runner if opens else engine).requests if r.schedule}
+    assert used == ({schedule} if schedule else set())
+    assert (runner if opens else engine).reuse_prefix == (command == "chat")
+
+
+class Short(watchdog.Watchdog):
+    """A watchdog that barks at its second look."""
+
+    looks = 0
+
+    def _trouble(self) -> str:
+        self.looks += 1
+        return "1 MiB of memory are left" if self.looks > 1 else ""
+
+
+@pytest.fixture
+def short_of_memory(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.sleep_s = 0.05
+    monkeypatch.setattr(watchdog, "Watchdog", partial(Short, every_s=0.1))
+
+
+@pytest.mark.usefixtures("short_of_memory")
+def test_memory_that_runs_short_ends_an_answer_at_its_next_round(engine: Any) -> None:
+    result = dspark("generate", "--prompt", "hi", "--max-new-tokens", 4000)
+    assert result.exit_code == 1 and result.stdout.startswith(" turns slowly")
+    assert result.stderr.splitlines()[-1].startswith("Error: Stopped: 1 MiB of memory are left.")
+    as_json = dspark("generate", "--prompt", "hi", "--max-new-tokens", 4000, "--json")
+    answer = json.loads(as_json.stdout)
+    assert as_json.exit_code == 1 and answer["stop"] == "cancelled" and answer["tokens"]
+    assert answer["cut_short"].startswith("Stopped: 1 MiB") and answer["memory"]["measured_peak_bytes"] > 0
+
+
+@pytest.mark.usefixtures("short_of_memory")
+def test_memory_that_runs_short_ends_a_chat_and_a_race(engine: Any, tmp_path: Path) -> None:
+    chat = dspark("chat", "--max-new-tokens", 4000, stdin="one\ntwo\n")
+    assert chat.exit_code == 1 and chat.stdout and "1 MiB of memory" in chat.stderr and len(engine.requests) == 1
+    race = dspark("race", "--prompt", "a", "--max-new-tokens", 4000, "--json", tmp_path / "race.json")
+    assert race.exit_code == 1 and "1 MiB of memory" in race.stderr and not list(tmp_path.iterdir())
+
+
+def test_a_race_states_the_memory_it_took(engine: Any, tmp_path: Path) -> None:
+    limits = {"available": 1, "pressure_some": 1e3, "pressure_full": 1e3, "swap_growth": 1 << 60}
+    engine.description["plan"] = {"peak_bytes": 5 << 20, "parts": {"target": 5 << 20}, "thresholds": limits}
+    out = tmp_path / "race.json"
+    assert dspark("race", "--prompt", "a", "--max-new-tokens", 9, "--json", out).exit_code == 0
+    memory = json.loads(out.read_text())["memory"]
+    assert memory["predicted_peak_bytes"] == 5 << 20 and memory["measured_peak_bytes"] > 1 << 20
 
 
 def test_sampling_without_a_seed_draws_one_and_a_race_shares_it(engine: Any) -> None:
@@ -211,9 +297,8 @@ def test_race_on_algorithm1_measures_the_cost_curve(engine: Any) -> None:
     curve = CostCurve((1, 8), (0.02, 0.021))
     engine.cost_curve = lambda: curve
     engine.has_confidence = True
-    for asked in (["--schedule", "algorithm1"], []):
-        assert dspark("race", "--prompt", "a", "--max-new-tokens", 9, *asked).exit_code == 0
-        assert engine.requests[-1].schedule.curve == curve or engine.requests[-2].schedule.curve == curve
+    assert dspark("race", "--prompt", "a", "--max-new-tokens", 9, "--schedule", "algorithm1").exit_code == 0
+    assert engine.requests[-1].schedule.curve == curve or engine.requests[-2].schedule.curve == curve
 
 
 def test_algorithm1_needs_a_draft_that_judges_itself(engine: Any) -> None:

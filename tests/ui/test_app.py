@@ -49,7 +49,7 @@ def follow(client: TestClient, id_: str, after: int = 0, **headers: str) -> list
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     engine = KIT["fake_engine"]()
-    monkeypatch.setattr(sources, "open_engine", lambda settings, say: (engine, "fake-pair"))
+    monkeypatch.setattr(sources, "open_engine", lambda settings, say, **options: (engine, "fake-pair"))
     monkeypatch.setattr(sources, "_fetch", lambda settings, run: None)
     made = Service(Local(SETTINGS))
     yield made

@@ -39,6 +39,7 @@ def test_bytes_are_counted_once_and_caches_on_their_own() -> None:
         {"part": "caches", "bytes": 28, "pool": "cpu"},
         {"part": "head", "bytes": 24 + 8, "pool": "cpu"},
     ]
+    assert machine.placed(SimpleNamespace(engine=SimpleNamespace(target=target, draft=draft))) == found  # a runner
 
 
 def test_what_a_library_holds_is_not_the_engines() -> None:

@@ -118,7 +118,7 @@ def test_a_page_that_watches_takes_3_percent_at_most(
         words = load_tokenizer(resolve_pair(DEFAULT_PAIR, may_pull=True).target_path)
         engine.decode = lambda ids: words.decode([500 + t for t in ids])
         engine.text_stream = lambda: TextStream(engine.decode)
-    monkeypatch.setattr(sources, "open_engine", lambda settings, say: (engine, "fake-pair"))
+    monkeypatch.setattr(sources, "open_engine", lambda settings, say, **options: (engine, "fake-pair"))
     monkeypatch.setattr(sources, "_fetch", lambda settings, run: None)
     service = Service(Local(Settings(schedule=str(Fixed()))))
     url = serve(service)

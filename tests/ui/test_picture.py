@@ -35,7 +35,7 @@ def test_without_a_browser_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 def test_a_race_of_its_own_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = runpy.run_path(str(Path(__file__).with_name("fake_demo.py")))["fake_engine"]()
-    monkeypatch.setattr(sources, "open_engine", lambda settings, say: (engine, "fake-pair"))
+    monkeypatch.setattr(sources, "open_engine", lambda settings, say, **options: (engine, "fake-pair"))
     monkeypatch.setattr(sources, "_fetch", lambda settings, run: None)
     picture.race(tmp_path / "race.jsonl", Settings(max_new_tokens=24))
     messages = recording.read(tmp_path / "race.jsonl")

@@ -28,7 +28,7 @@ class Loads:
         self.engine = KIT["fake_engine"]()
         self.settings: list[Settings] = []
 
-    def open(self, settings: Settings, say: Callable[[str], None]) -> tuple[Any, str]:
+    def open(self, settings: Settings, say: Callable[[str], None], *, suited: bool) -> tuple[Any, str]:
         self.settings.append(settings)
         say("Reading the target fake")
         say("Compiling kernel.cpp with c++ (a few seconds, once)")
@@ -226,9 +226,9 @@ def test_a_recording_answers_nothing_else() -> None:
 def test_loading_stops_at_its_next_step(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(ask())
 
-    def open_slowly(settings: Settings, say: Callable[[str], None]) -> tuple[Any, str]:
+    def open_slowly(settings: Settings, say: Callable[[str], None], **options: bool) -> tuple[Any, str]:
         run.cancelled.set()
-        return loads.open(settings, say)
+        return loads.open(settings, say, **options)
 
     local = Local(SETTINGS)
     monkeypatch.setattr(sources, "open_engine", open_slowly)

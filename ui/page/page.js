@@ -372,7 +372,7 @@ function named(values) {
   // What is no number goes as it is, to be refused in a sentence.
   if (String(named.seed ?? "").trim() && !Number.isNaN(seed)) named.seed = seed;
   if (named.block === 0) named.block = null;
-  if (named.schedule === "auto") named.schedule = null;
+  for (const name of ["engine", "schedule"]) if (named[name] === "auto") named[name] = null;
   return named;
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from local_runner.engines.gguf.context import Model
 from local_runner.engines.gguf.drafter import LlamaDrafter
 from local_runner.engines.gguf.files import DraftFile, TargetFile, converted, read_draft_file, read_target_file
 from local_runner.engines.gguf.library import PACKAGE, VERSION, Library, load_library
+from local_runner.engines.gguf.room import plan_pair
 from local_runner.engines.gguf.target import OUTPUTS, LlamaTarget
 from local_runner.engines.gguf.tokenizer import read_tokenizer
 from local_runner.engines.torch.engine import TorchEngine, use_calibration
@@ -49,17 +50,13 @@ class LlamaEngine(TorchEngine):
         description: dict[str, Any],
         *,
         confident: bool,
-        reuse_prefix: bool = False,
     ) -> None:
-        """`reuse_prefix` lets a request keep what the caches hold of its prompt from those before it. The answer is the
-        same but for near-ties: what was read in batches of other sizes was rounded otherwise.
-        """
         taps = target.taps
         super().__init__(target, None, tokenizer, stops, description)
         target.taps = taps
         self.llama_target, self.llama_drafter = target, drafter
-        self.drafter = drafter
-        self._confident, self.reuse_prefix = confident, reuse_prefix
+        self.drafter = self.head = drafter
+        self._confident = confident
 
     @property
     def block(self) -> int:
@@ -84,20 +81,7 @@ class LlamaEngine(TorchEngine):
         """
         if request.schedule is not None and request.draft_style == "sampled" and not request.sampling.greedy:
             raise InputError("llama.cpp drafts the head's best tokens only; use --draft-style greedy.")
-        if self.reuse_prefix:
-            self._keep_prefix(request)
         yield from super().generate(request, cancelled)
-
-    def _keep_prefix(self, request: Request) -> None:
-        """Let the next `reset` keep what all caches that the request needs hold of its prompt, but the last token,
-        whose logits are needed.
-        """
-        prompt = request.prompt_ids[:-1]
-        kept = _common(self.llama_target.tokens, prompt)
-        if request.schedule is not None and self.llama_drafter is not None:
-            kept = min(kept, _common(self.llama_drafter.tokens, prompt))
-            self.llama_drafter.keep = kept
-        self.llama_target.keep = kept
 
     def _draft_seconds(self, context: int, repeats: int) -> float:
         """Seconds of drafting a block after `context` rows of made-up features, and of observing one row."""
@@ -116,11 +100,6 @@ class LlamaEngine(TorchEngine):
         return sorted(times[1:])[repeats // 4]
 
 
-def _common(held: Sequence[int], prompt: Sequence[int]) -> int:
-    """How many tokens two sequences have in common from their start."""
-    return next((i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b), min(len(held), len(prompt)))
-
-
 def load_engine(
     target: Path,
     draft: Path | None = None,
@@ -131,15 +110,14 @@ def load_engine(
     context_length: int | None = None,
     block: int | None = None,
     compile: bool | None = None,
-    reuse_prefix: bool = False,
     progress: Callable[[str], None] = lambda message: None,
 ) -> LlamaEngine:
     """Read a .gguf target and a draft (a .gguf file, or a checkpoint that is converted once) and make them ready.
 
     A calibration that lies with the draft is used, unless it is for another block; one for another draft is refused.
     `threads` is how many CPU threads compute (default: one a physical core), `context_length` how many tokens the
-    caches hold, `block` how many tokens of the trained block to draft, `reuse_prefix` as in `LlamaEngine`. `progress`
-    is told what is going on. Raises InputError for what cannot be used.
+    caches hold, `block` how many tokens of the trained block to draft. `progress` is told what is going on.
+    Raises InputError for what cannot be used, or has no room here.
     """
     if dtype != "auto" or compile is not None:
         what = "--compile" if dtype == "auto" else "--dtype"
@@ -160,6 +138,7 @@ def load_engine(
         progress(f"Reading the draft {draft.name}")
         head = read_draft_file(converted(draft, file), file)
         rows = _rows(head, block)
+    plan = plan_pair(target, None if head is None else head.path, context=length, gpu=gpu)
     progress(f"Reading the target {target.name}")
     taps = tuple(head.config.target_layer_ids) if head is not None else ()
     model = LlamaTarget(_target_model(library, file, gpu), file.architecture, length, cores, taps)
@@ -186,6 +165,7 @@ def load_engine(
         },
     }
     confident = head is not None and head.confident
+    description["plan"] = plan
     description["memory"] = _memory(file, head, length)
     engine = LlamaEngine(
         model,
@@ -194,7 +174,6 @@ def load_engine(
         stop_ids(target, tokenizer),
         description,
         confident=confident,
-        reuse_prefix=reuse_prefix,
     )
     use_calibration(engine, draft)
     return engine

@@ -24,11 +24,7 @@ have their graph watched instead, which gives the same numbers and costs a call 
 
 
 class LlamaTarget(TorchTarget):
-    """A target that llama.cpp computes. `taps` are as in `TorchTarget`; a forward takes `PREFILL_CHUNK` tokens at most.
-
-    `tokens` is what the cache holds. `keep` of them outlive the next `reset`: forwards then skip them, give rows of NaN
-    where all of their tokens are skipped, and features of the others alone.
-    """
+    """A target that llama.cpp computes. A forward takes `PREFILL_CHUNK` tokens at most."""
 
     def __init__(
         self, model: Model, architecture: str, context_length: int, threads: int, taps: tuple[int, ...]
@@ -37,8 +33,7 @@ class LlamaTarget(TorchTarget):
         cpu = torch.device("cpu")
         super().__init__(model.vocab_size, model.layers, model.hidden_size, context_length, cpu)
         self.taps = taps
-        self.tokens: list[int] = []
-        self.keep = self._skip = self._skipped = self._computed = 0
+        self._computed = 0
         self._native = architecture in TAPPED
         self._nodes = {} if self._native else {f"l_out-{tap}".encode(): tap for tap in taps}
         self._outputs: dict[int, Floats] = {}
@@ -75,36 +70,15 @@ class LlamaTarget(TorchTarget):
         taken = [np.ctypeslib.as_array(read(pointer, tap + 1), shape)[:rows] for tap in self.taps]
         return np.concatenate(taken, 1)
 
-    def reset(self) -> None:
-        """Forget the cached tokens but the first `keep`, which count as forgotten until forwards reach them."""
-        self._forget(self.keep)
-        self.length, self._skip, self.keep = 0, self.keep, 0
-
-    def truncate(self, length: int) -> None:
-        """Forget cached tokens from position `length` on, exactly."""
-        super().truncate(length)
-        self._forget(length)
-
     def _forget(self, length: int) -> None:
+        super()._forget(length)
         self.context.cut(length)
-        del self.tokens[length:]
-        self._skip = min(self._skip, length)
 
-    def forward(self, tokens: Sequence[int], last_only: bool = False) -> Tensor:
-        """Append `tokens`; logits [len(tokens), V], or [1, V] of the last one."""
-        if not 0 < len(tokens) <= self.context_length - self.length:
-            raise ValueError(f"{len(tokens)} tokens after {self.length} do not fit in {self.context_length}")
-        self._skipped = min(max(self._skip - self.length, 0), len(tokens))
-        rest = tokens[self._skipped :]
-        self._computed = len(rest)
+    def _run(self, tokens: Sequence[int], last_only: bool) -> Tensor:
         wanted = 1 if last_only else len(tokens)
-        if rest:
-            start = self.length + self._skipped
-            self._skip = 0
-            self.context.decode(rest, start, wanted)
-            self.tokens += rest
-        self.length += len(tokens)
-        return self.context.logits(wanted) if rest else torch.full((wanted, self.vocab_size), torch.nan)
+        self.context.decode(tokens, self.length, wanted)
+        self._computed = len(tokens)
+        return self.context.logits(wanted)
 
     def _watch(self, tensor: Any, ask: bool) -> bool:
         """Copy the outputs of tapped layers as they are computed."""

@@ -6,9 +6,9 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from local_runner.engines.base import Choose, Draft, Drafter, Request
 from local_runner.engines.loop import PREFILL_CHUNK, decode
 from local_runner.engines.torch.load import load_target, load_tokenizer, pick_device, pick_dtype, stop_ids
+from local_runner.engines.torch.room import plan_pair
 from local_runner.engines.torch.target import NativeTarget, TorchTarget
 from sglang_dspark import __version__
 from sglang_dspark.decoding.calibrate import Calibration, calibration_file, draft_identity
@@ -31,11 +32,16 @@ from sglang_dspark.native.draft import NativeDraft
 
 @dataclass(slots=True)
 class HeadDrafter:
-    """A `Drafter` that feeds a draft model with its target's features."""
+    """A `Drafter` that feeds a draft model with its target's features.
+
+    `tokens` are those whose features its cache holds. `keep` of them outlive the next `reset`.
+    """
 
     model: DraftModel
     target: TorchTarget
     calibration: Calibration | None = None
+    tokens: list[int] = field(default_factory=list)
+    keep: int = 0
 
     @property
     def block(self) -> int:
@@ -43,18 +49,36 @@ class HeadDrafter:
         return self.model.block
 
     def reset(self) -> None:
-        """Forget the context."""
-        self.model.reset()
+        """Forget the context but its first `keep` tokens."""
+        if self.keep:
+            self.model.crop(self.keep)
+        else:
+            self.model.reset()
+        del self.tokens[self.keep :]
+        self.keep = 0
 
     def observe(self, count: int) -> None:
-        """Commit the features of the first `count` tokens of the target's last forward."""
-        self.model.observe(self.target.features(count), self.model.length)
+        """Commit the features of the first `count` tokens of the target's last forward, but of those it skipped."""
+        self.commit(self.target.features(count))
+
+    def commit(self, features: torch.Tensor) -> None:
+        """Append `features` [n, m·d] of the next n tokens that the target holds to the context."""
+        if len(features):
+            self.model.observe(features, self.model.length)
+            self.tokens += self.target.tokens[len(self.tokens) : len(self.tokens) + len(features)]
 
     def draft(self, anchor: int, position: int, choose: Choose | None = None) -> Draft:
         """Propose a block after the anchor."""
         block = self.model.draft(anchor, position, choose)
         confidence: list[float] = torch.tensor(block.confidence_logits, dtype=torch.float64).sigmoid().tolist()
         return Draft(block.tokens, confidence if self.calibration is None else self.calibration.apply(confidence))
+
+
+class KeepingDrafter(Drafter, Protocol):
+    """A `Drafter` that can keep the start of its context: `tokens` and `keep` are as in `HeadDrafter`."""
+
+    tokens: list[int]
+    keep: int
 
 
 class TextStream:
@@ -81,7 +105,15 @@ class TextStream:
 
 
 class TorchEngine:
-    """Decodes requests with one target and, where there is one, its draft."""
+    """Decodes requests with one target and, where there is one, its draft.
+
+    With `reuse_prefix` a request keeps what the caches hold of its prompt from those before it. The answer is the same
+    but for near-ties: unless the compiled kernel computes it, what was read in batches of other sizes was rounded
+    otherwise.
+    """
+
+    adapts = False
+    """It has no policy; a `Runner` around it has."""
 
     def __init__(
         self,
@@ -94,7 +126,9 @@ class TorchEngine:
         self.target, self.tokenizer, self.stop_ids, self.description = target, tokenizer, stops, description
         self.draft = draft
         self._curve: CostCurve | None = None
-        self.drafter: Drafter | None = HeadDrafter(draft, target) if draft is not None else None
+        self.head: KeepingDrafter | None = HeadDrafter(draft, target) if draft is not None else None
+        self.drafter: Drafter | None = self.head
+        self.reuse_prefix = False
         self.notes: tuple[str, ...] = tuple(draft.notes) if draft is not None else ()
         target.taps = () if draft is None else tuple(draft.config.target_layer_ids)
 
@@ -136,6 +170,8 @@ class TorchEngine:
     def generate(self, request: Request, cancelled: threading.Event | None = None) -> Iterator[Round]:
         """Decode one request; setting `cancelled` ends it between rounds."""
         text = self.text_stream().push if self.tokenizer is not None else None
+        if self.reuse_prefix:
+            self._keep_prefix(request)
         taps = self.target.taps
         try:
             if request.schedule is None:
@@ -143,6 +179,20 @@ class TorchEngine:
             yield from decode(self.target, self.drafter, request, text, cancelled)
         finally:
             self.target.taps = taps
+            self.target.keep = 0  # a request that was refused must not leave its prefix to the next forward
+            if self.head is not None:
+                self.head.keep = 0
+
+    def _keep_prefix(self, request: Request) -> None:
+        """Let the next `reset` keep what all caches that the request needs hold of its prompt, but the last token,
+        whose logits are needed.
+        """
+        prompt = request.prompt_ids[:-1]
+        kept = _common(self.target.tokens, prompt)
+        if request.schedule is not None and self.head is not None:
+            kept = min(kept, _common(self.head.tokens, prompt))
+            self.head.keep = kept
+        self.target.keep = kept
 
     def margin(self, prompt_ids: Sequence[int], output_prefix_ids: Sequence[int]) -> tuple[int, int, float]:
         """The target's two best tokens after this prefix, decoded row by row, and how far apart their logits are."""
@@ -196,9 +246,9 @@ class TorchEngine:
 
     def _draft_seconds(self, context: int, repeats: int) -> float:
         """Seconds of drafting a block after `context` rows of made-up features, and of observing one row."""
-        if self.draft is None:
+        if self.draft is None or self.head is None:
             return 0.0
-        self.draft.reset()
+        self.head.reset()
         width = self.draft.config.feature_size
         self.draft.observe(torch.zeros(context, width, device=self.target.device), 0)
         times = []
@@ -208,6 +258,7 @@ class TorchEngine:
             self.draft.crop(context - 1)
             self.draft.observe(torch.zeros(1, width, device=self.target.device), context - 1)
             times.append(time.perf_counter() - began)
+        self.draft.reset()
         return _quartile(times[1:])
 
     def _prefill(self, ids: Sequence[int]) -> None:
@@ -215,6 +266,11 @@ class TorchEngine:
         self.target.reset()
         for start in range(0, len(ids) - 1, PREFILL_CHUNK):
             self.target.forward(ids[start : min(start + PREFILL_CHUNK, len(ids) - 1)], last_only=True)
+
+
+def _common(held: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many tokens two sequences have in common from their start."""
+    return next((i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b), min(len(held), len(prompt)))
 
 
 def _settle_heap() -> None:
@@ -246,7 +302,8 @@ def load_engine(
     A calibration that lies with the draft is used (see `calibration_file`), unless it is for another block; one for
     another draft is refused. `threads` is how many CPU threads PyTorch uses (default: one a physical core),
     `context_length` how many tokens the caches hold, `block` how many tokens of the trained block to draft. `compile`
-    is as in `load_target`. `progress` is told what is going on. Raises InputError for what cannot be used.
+    is as in `load_target`. `progress` is told what is going on. Raises InputError for what cannot be used, or has no
+    room here.
     """
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
@@ -256,6 +313,7 @@ def load_engine(
     torch.set_num_threads(cores)
     if place.type == "cpu":
         _settle_heap()
+    plan = plan_pair(target, draft, dtype=precision, device=place, context_length=context_length, compile=compile)
     progress(f"Reading the target {target.name}")
     model = load_target(
         target, dtype=precision, device=place, context_length=context_length, compile=compile, progress=progress
@@ -289,6 +347,7 @@ def load_engine(
         "context_length": model.context_length,
         "target": target.name,
         "draft": None if draft is None else draft.name,
+        "plan": plan,
         "versions": {
             "sglang-dspark": __version__,
             "torch": torch.__version__,

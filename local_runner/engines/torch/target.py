@@ -15,7 +15,11 @@ from sglang_dspark.native.decoder import Decoder, Shape
 
 
 class TorchTarget:
-    """What all PyTorch targets share; see `local_runner.engines.base.Target`."""
+    """What all targets of this package's engines share; see `local_runner.engines.base.Target`.
+
+    `tokens` is what the cache holds. `keep` of them outlive the next `reset`: forwards then skip them, give rows of NaN
+    where all of their tokens are skipped, and features of the others alone.
+    """
 
     def __init__(
         self, vocab_size: int, layers: int, hidden_size: int, context_length: int, device: torch.device
@@ -23,6 +27,8 @@ class TorchTarget:
         self.vocab_size, self.layers, self.hidden_size = vocab_size, layers, hidden_size
         self.context_length, self.device = context_length, device
         self.length = 0
+        self.tokens: list[int] = []
+        self.keep = self._skip = self._skipped = 0
         self.taps: tuple[int, ...] = ()
         """Decoder layers whose outputs the next forwards keep; -1 is the embedding."""
         self.embedding: Tensor
@@ -34,31 +40,54 @@ class TorchTarget:
         self._features: Tensor | None = None
 
     def features(self, count: int) -> Tensor:
-        """The tapped outputs of the first `count` tokens of the last forward, [count, len(taps)·d]."""
+        """The tapped outputs of the first `count` tokens of the last forward, [count, len(taps)·d]; fewer if it skipped
+        some.
+        """
+        rows = max(0, count - self._skipped)
+        if not rows:
+            return torch.zeros(0, len(self.taps) * self.hidden_size, device=self.device)
         if self._features is None:
             raise ValueError("no features: the target has no taps, or has not run")
-        return self._features[:count]
+        return self._features[:rows]
 
     def reset(self) -> None:
-        """Forget the cached tokens."""
-        self.truncate(0)
+        """Forget the cached tokens but the first `keep`, which count as forgotten until forwards reach them."""
+        self._forget(self.keep)
+        self.length, self._skip, self.keep = 0, self.keep, 0
 
     def truncate(self, length: int) -> None:
         """Forget cached tokens from position `length` on, exactly."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate {self.length} cached tokens to {length}")
         self.length = length
+        self._forget(length)
 
     def forward(self, tokens: Sequence[int], last_only: bool = False) -> Tensor:
         """Append `tokens`; logits [len(tokens), V], or [1, V] of the last one."""
-        if self.length + len(tokens) > self.context_length:
+        if not 0 < len(tokens) <= self.context_length - self.length:
             raise ValueError(f"{len(tokens)} tokens after {self.length} do not fit in {self.context_length}")
-        with torch.inference_mode():
-            logits = self._run(torch.tensor(tokens, device=self.device), last_only)
-        self.length += len(tokens)
+        self._skipped = min(max(self._skip - self.length, 0), len(tokens))
+        self.length += self._skipped
+        rest = tokens[self._skipped :]
+        if not rest:
+            return torch.full((1 if last_only else len(tokens), self.vocab_size), torch.nan, device=self.device)
+        self._skip = 0
+        logits = self._run(rest, last_only)
+        self.length += len(rest)
+        self.tokens += rest
         return logits
 
-    def _run(self, tokens: Tensor, last_only: bool) -> Tensor:
+    def _forget(self, length: int) -> None:
+        """Let go of what the cache holds from position `length` on."""
+        del self.tokens[length:]
+        self._skip = min(self._skip, length)
+
+    def _run(self, tokens: Sequence[int], last_only: bool) -> Tensor:
+        """`forward` of `tokens`, none of which is skipped; keeps their features."""
+        with torch.inference_mode():
+            return self._compute(torch.tensor(tokens, device=self.device), last_only)
+
+    def _compute(self, tokens: Tensor, last_only: bool) -> Tensor:
         raise NotImplementedError
 
 
@@ -72,7 +101,7 @@ class LeanTarget(TorchTarget):
             self.model = LeanModel(model, context_length)
         self.embedding, self.lm_head, self.project = self.model.embedding, self.model.head_weight, self.model.head
 
-    def _run(self, tokens: Tensor, last_only: bool) -> Tensor:
+    def _compute(self, tokens: Tensor, last_only: bool) -> Tensor:
         logits: Tensor
         logits, self._features = self.model(tokens, self.length, self.taps, last_only)
         return logits
@@ -110,7 +139,7 @@ class NativeTarget(TorchTarget):
         here = model.device.type == "cpu" and model.dtype is torch.bfloat16
         return here and is_lean(model.config) and _shape(model.config, 1).fits()
 
-    def _run(self, tokens: Tensor, last_only: bool) -> Tensor:
+    def _compute(self, tokens: Tensor, last_only: bool) -> Tensor:
         logits, self._features = self._decoder.forward(tokens, self.length, self.taps, last_only)
         return logits
 
@@ -145,8 +174,8 @@ class TransformersTarget(TorchTarget):
             if index == 0:
                 layer.register_forward_pre_hook(self._keep_input, with_kwargs=True)
 
-    def truncate(self, length: int) -> None:
-        super().truncate(length)
+    def _forget(self, length: int) -> None:
+        super()._forget(length)
         self._cache.truncate(length)
 
     def _keep(self, index: int) -> Any:
@@ -160,7 +189,7 @@ class TransformersTarget(TorchTarget):
         if -1 in self.taps:
             self._outputs[-1] = (args[0] if args else kwargs["hidden_states"])[0]
 
-    def _run(self, tokens: Tensor, last_only: bool) -> Tensor:
+    def _compute(self, tokens: Tensor, last_only: bool) -> Tensor:
         out = self.model(
             input_ids=tokens[None],
             past_key_values=self._cache,

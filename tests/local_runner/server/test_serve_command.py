@@ -113,7 +113,7 @@ def test_other_machines_are_served_where_that_is_said(
     """As far as opening the models, which come after that question."""
     from local_runner import serve_command
 
-    def opened(*_: Any) -> Any:
+    def opened(*_: Any, **__: Any) -> Any:
         raise InputError("Far enough.")
 
     monkeypatch.setattr(serve_command, "open_engine", opened)

@@ -75,7 +75,7 @@ def test_llama_cpp_accepts_what_was_judged_sound(variant: Make, target: Make, op
         ("dflash.block_size", (), "block_size"),
         ("dflash.block_size", (field("dflash.block_size", 0),), "block_size"),
         ("dflash.target_layers", (), "target_layers"),
-        ("dflash.target_layers", (field("dflash.target_layers", [1, 9], Kind.ARRAY),), "range of 4 target layers"),
+        ("dflash.target_layers", (field("dflash.target_layers", [1, 9], Kind.ARRAY),), "leave -1..3"),
         ("dflash.target_layers", (field("dflash.target_layers", [1, 4], Kind.ARRAY),), "the last of 4 layers"),
         ("dflash.embedding_length", (field("dflash.embedding_length", 64),), "hidden size is 64"),
         ("dflash.vocab_size", (field("dflash.vocab_size", 95),), "vocabulary is 95"),
