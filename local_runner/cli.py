@@ -20,10 +20,12 @@ from local_runner.convert_command import convert
 from local_runner.doctor_command import doctor
 from local_runner.engine import Mode, encode
 from local_runner.evaluate_command import evaluate
+from local_runner.launch_command import CONTEXT, launch
 from local_runner.models_cli import models_app
 from local_runner.options import OUTPUT, PROMPT, Settings, open_engine, shared
 from local_runner.plan_command import plan
 from local_runner.prompts import Prompt, parse_ids, read_prompts, take
+from local_runner.prove_command import load, prove
 from local_runner.serve_command import serve
 from local_runner.train_command import synthesise, train
 from sglang_dspark.errors import CheckFailed, InputError
@@ -86,6 +88,9 @@ app.command()(plan)
 app.command()(synthesise)
 app.command()(train)
 app.command()(serve)
+app.command(context_settings=CONTEXT)(launch)
+app.command(context_settings=CONTEXT)(prove)
+app.command()(load)
 app.command()(calibrate)
 app.command()(evaluate)
 with suppress(ModuleNotFoundError):  # by name, because the page stands on this package and not the other way round

@@ -4,17 +4,20 @@ it needs put in place, and its processes told.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sglang_dspark import __version__
 from sglang_dspark.errors import InputError
-from sglang_dspark.serving import drafts, hooks, plugin
-from sglang_dspark.serving.hooks import Part
+from sglang_dspark.serving import channel, drafts, hooks, plugin
+from sglang_dspark.serving.hooked import FRONT, Part
 
 MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 OWN_MODELS = "sglang_dspark.serving.models"
@@ -44,6 +47,12 @@ def handle_speculation(original: Resolve, server_args: Any) -> None:
         declare_resolution(server_args, "sglang-dspark", speculative_draft_model_path=str(admitted.folder))
     os.environ[plugin.ACTIVE] = ",".join(parts)
     plugin.activate(parts)
+    if "rounds" in parts:
+        folder = tempfile.mkdtemp(prefix="dspark-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ[channel.FOLDER] = folder
+    # This is the process that will answer HTTP.
+    hooks.apply([part for part in parts if part in FRONT])
     logging.getLogger(__name__).info(
         "DSPARK: sglang-dspark %s active (%s); draft: %s.",
         __version__,
@@ -63,7 +72,7 @@ def _verified(view: Any) -> list[Part]:
         )
     if cpu and (view.tp_size, view.pp_size, view.dp_size) != (1, 1, 1):
         raise InputError("DSPARK on a CPU runs in one process; leave out --tp-size, --pp-size and --dp-size.")
-    used: list[Part] = ["checkpoints", "models"]
+    used: list[Part] = ["checkpoints", "models", "requests", "rounds", "http"]
     return hooks.verified([*used, "cpu"] if cpu else used)
 
 

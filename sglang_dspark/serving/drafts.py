@@ -134,7 +134,8 @@ def _gemma4(draft: Draft, config: DraftConfig) -> dict[str, Any]:
         "attention_bias": config.attention_bias,
         "tie_word_embeddings": config.tie_word_embeddings,
         "final_logit_softcapping": config.softcap,
-        "block_size": config.block,
+        # SGLang counts drafts, where the file may count rows.
+        "block_size": config.block - (draft.reading.anchor_first is False),
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
         "num_target_layers": config.num_target_layers,
@@ -178,20 +179,36 @@ def prepare(draft_path: str, target_path: str, block: int | None, revision: str 
     A draft on a hub is judged from its headers, then fetched into `cache`. Raises InputError if it is not one for
     SGLang, or not for this target.
     """
-    draft = read_draft(_place(draft_path, revision, cache, HF_HUB_OFFLINE))
-    target = read_target(_place(target_path, None, cache, True))
-    config = admit(draft, target, block)
+    draft, target, config = judge(draft_path, target_path, block, revision, cache)
     if config is None:
         return Admitted(Path(draft_path), draft.format.title, None)
     if not isinstance(draft.place, Folder):
         draft = read_draft(Folder(_snapshot(draft_path, revision, cache)))
         admit(draft, target, block)
     data = native(draft, config, block)
-    summary = (
-        f"{draft.format.title}, {config.layers} layers, {config.markov_head_type} head, block {data['block_size']}"
-    )
     own = data["architectures"][0]
-    return Admitted(view(draft, data), summary, own if own in (OWN_CLASS, GEMMA4_CLASS) else None)
+    admitted = own if own in (OWN_CLASS, GEMMA4_CLASS) else None
+    return Admitted(view(draft, data), summary(draft, config, data["block_size"]), admitted)
+
+
+def judge(
+    draft_path: str, target_path: str, block: int | None, revision: str | None = None, cache: str | None = None
+) -> tuple[Draft, Target, DraftConfig | None]:
+    """The draft at a folder or hub id and the target at another, read from configurations and headers and admitted.
+
+    Raises InputError if the draft is not one for SGLang, or not for this target.
+    """
+    draft = read_draft(_place(draft_path, revision, cache, HF_HUB_OFFLINE))
+    target = read_target(_place(target_path, None, cache, True))
+    return draft, target, admit(draft, target, block)
+
+
+def summary(draft: Draft, config: DraftConfig | None, block: int | None) -> str:
+    """What a draft is, in a few words."""
+    if config is None:
+        return draft.format.title
+    head = f"{config.markov_head_type} head"
+    return f"{draft.format.title}, {config.layers} layers, {head}, block {block or config.block}"
 
 
 def _place(path: str, revision: str | None, cache: str | None, kept: bool) -> Place:

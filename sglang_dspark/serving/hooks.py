@@ -1,7 +1,7 @@
-"""What is hooked in SGLang, why, and whether the SGLang at hand is the one that it was written for.
+"""Whether the SGLang at hand is the one that the hooks were written for, and putting them in place.
 
-`HOOKS` is the one table. `fingerprints.toml` holds, for each supported version, the signature and a hash of the source
-of everything in it. Supporting a version in which nothing moved is a new section of that file, which
+`hooked.HOOKS` is the table. `fingerprints.toml` holds, for each supported version, the signature and a hash of the
+source of everything in it. Supporting a version in which nothing moved is a new section of that file, which
 `python -m sglang_dspark.serving.hooks` prints; where something moved, the hook is read again first.
 """
 
@@ -13,127 +13,13 @@ import logging
 import os
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from sglang_dspark.serving.fingerprints import Fingerprint, fingerprint, known
+from sglang_dspark.serving.hooked import HOOKS, Hook, Part
 
-Kind = Literal["before", "around", "replace", "uses"]
-Part = Literal["checkpoints", "models", "cpu"]
 WARN = "DSPARK_UNSUPPORTED_SGLANG"
 PACKAGE = "sglang_dspark.serving"
-
-
-@dataclass(frozen=True, slots=True)
-class Hook:
-    """One thing of SGLang's that a part of this package replaces, wraps or, as `uses`, relies on without touching it.
-
-    `by` is the function of this package, as module:name; None for what is only relied on.
-    """
-
-    target: str
-    kind: Kind
-    part: Part
-    by: str | None
-    reason: str
-
-
-HOOKS: tuple[Hook, ...] = (
-    Hook(
-        "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding",
-        "around",
-        "checkpoints",
-        "arguments:handle_speculation",
-        "judges the draft before weights load",
-    ),
-    Hook(
-        "sglang.srt.arg_groups.speculative_hook._handle_dspark",
-        "around",
-        "cpu",
-        "arguments:admit_cpu",
-        "refuses devices that it does not know",
-    ),
-    Hook(
-        "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
-        "around",
-        "cpu",
-        "arguments:admit_gemma4",
-        "refuses attention backends that it does not know for Gemma 4",
-    ),
-    Hook(
-        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
-        "replace",
-        "cpu",
-        "cpu:native_kv_copy",
-        "warms up a Triton kernel; SGLang's own copy in torch serves",
-    ),
-    Hook(
-        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
-        "replace",
-        "cpu",
-        "kernels:assign_token_slots",
-        "launches a Triton kernel",
-    ),
-    Hook(
-        "sglang.kernels.ops.memory.common.get_last_loc_triton",
-        "replace",
-        "cpu",
-        "kernels:last_slots",
-        "launches a Triton kernel",
-    ),
-    Hook(
-        "sglang.kernels.ops.speculative.reject_sampling.chain_speculative_sampling_triton",
-        "replace",
-        "cpu",
-        "kernels:accept_chain",
-        "launches a Triton kernel",
-    ),
-    Hook(
-        "sglang.kernels.ops.activation.softcap._softcap_logits",
-        "replace",
-        "cpu",
-        "kernels:softcap",
-        "launches a Triton kernel",
-    ),
-    Hook(
-        "sglang.srt.models.dflash.DFlashAttention.__init__",
-        "around",
-        "cpu",
-        "cpu:plain_norm_rope",
-        "chooses a Triton kernel for bfloat16",
-    ),
-    Hook(
-        "sglang.srt.models.dspark.DSparkDraftMixin._build_fused_kv_write_bundle",
-        "replace",
-        "cpu",
-        "cpu:no_fused_write",
-        "chooses a Triton kernel for bfloat16",
-    ),
-    Hook(
-        "sglang.srt.speculative.dspark_components.dspark_worker_v2.DSparkWorkerV2._forward_decode",
-        "before",
-        "cpu",
-        "cpu:ignore_streams",
-        "records a stream on a tensor, which CPU tensors cannot",
-    ),
-    Hook(
-        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend",
-        "uses",
-        "cpu",
-        None,
-        "is the base of the attention backend",
-    ),
-    Hook("sglang.srt.platforms.cpu.CpuDeviceMixin", "uses", "cpu", None, "is the base of the platform"),
-    Hook(
-        "sglang.srt.speculative.dspark_components.dspark_config.parse_dspark_draft_config",
-        "uses",
-        "checkpoints",
-        None,
-        "reads the configuration that drafts are shown with",
-    ),
-    Hook("sglang.srt.models.dspark.DSparkDraftMixin", "uses", "models", None, "is the base of the model classes"),
-    Hook("sglang.srt.models.dflash.DFlashDraftModel", "uses", "models", None, "is the base of the model classes"),
-)
 
 
 def misfits(hooks: Iterable[Hook], version: str, table: Mapping[str, Mapping[str, Fingerprint]]) -> dict[Hook, str]:
@@ -182,7 +68,7 @@ def apply(parts: Sequence[Part]) -> None:
 
     hooks = [h for h in HOOKS if h.part in parts and h.by is not None]
     for hook in hooks:
-        if hook.target not in HookRegistry._hooks:
+        if implementation(hook) not in [by for _, by, _ in HookRegistry._hooks[hook.target]]:
             HookRegistry.register(hook.target, implementation(hook), HookType(hook.kind))
     HookRegistry.apply_hooks()
     _complain(
@@ -218,10 +104,10 @@ def _complain(wrong: Mapping[Hook, str]) -> None:
 def main() -> None:
     """Print the section of fingerprints.toml for the SGLang that is installed."""
     print(f'["{importlib.metadata.version("sglang")}"]')
-    for hook in HOOKS:
-        f = fingerprint(hook.target)
+    for target in dict.fromkeys(hook.target for hook in HOOKS):
+        f = fingerprint(target)
         # A string of JSON is one of TOML too.
-        print(f'"{hook.target}" = {{ signature = {json.dumps(f.signature)}, source = "{f.source}" }}')
+        print(f'"{target}" = {{ signature = {json.dumps(f.signature)}, source = "{f.source}" }}')
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import get_args
 
 from sglang_dspark.serving import hooks
-from sglang_dspark.serving.hooks import Part
+from sglang_dspark.serving.hooked import FRONT, HOOKS, PARTS, Part
 
 ACTIVE = "DSPARK_ACTIVE"
 PLATFORM = "dspark_cpu"
@@ -31,7 +30,7 @@ def register() -> None:
         activate(hooks.verified(inherited))
         return
     if asks_for_dspark(sys.argv[1:]):
-        hooks.verified(get_args(Part))
+        hooks.verified(PARTS)
     if on_cpu():
         activate(hooks.verified(["cpu"]))
     watch()
@@ -41,7 +40,7 @@ def watch() -> None:
     """Hook the one function in which SGLang looks at its speculative arguments; the rest follows if they say DSPARK."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hook = hooks.HOOKS[0]
+    hook = HOOKS[0]
     HookRegistry.register(hook.target, hooks.implementation(hook), HookType(hook.kind))
 
 
@@ -66,17 +65,21 @@ def on_cpu() -> bool:
 def active_parts() -> list[Part]:
     """The parts that the process which started this one is using."""
     given = os.environ.get(ACTIVE, "").split(",")
-    return [part for part in get_args(Part) if part in given]
+    return [part for part in PARTS if part in given]
 
 
 def activate(parts: Sequence[Part]) -> None:
-    """Put verified `parts` to work in this process. Only processes that run models need the hooks themselves."""
+    """Put verified `parts` to work in this process. Processes that run models need their hooks, the one that resolves
+    arguments and those that have loaded SGLang's HTTP server need the others.
+    """
     if "cpu" in parts:
         from sglang_dspark.serving.cpu import announce
 
         announce()
     if "sglang.srt.managers.scheduler" in sys.modules or not active_parts():
-        hooks.apply([part for part in parts if part != "checkpoints"])
+        hooks.apply([part for part in parts if part != "checkpoints" and part not in FRONT])
+    if "sglang.srt.entrypoints.http_server" in sys.modules:
+        hooks.apply([part for part in parts if part in FRONT])
 
 
 def asks_for_dspark(arguments: Sequence[str]) -> bool:

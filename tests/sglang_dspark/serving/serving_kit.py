@@ -40,6 +40,21 @@ def golden_pair(name: str, folder: Path) -> tuple[Path, Path]:
     return folder / "target", folder / "draft"
 
 
+def with_tokenizer(target: Path, vocabulary: int) -> Path:
+    """`target` with a tokenizer of one character a token, printable ones where ASCII has them, and a chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {chr(i if 32 <= i < 127 else 0x4E00 + i): i for i in range(vocabulary - 1)} | {"<end>": vocabulary - 1}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=chr(0x4E00)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", unk_token=chr(0x4E00))
+    whole.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    whole.save_pretrained(target)
+    return target
+
+
 def within_multimodal(text: dict[str, Any], weights: Path) -> dict[str, Any]:
     """A Gemma 4 text model's configuration inside that of a multimodal one, the only form that SGLang 0.5.23 reads; its
     weights are renamed accordingly. The tower for pictures has no weights and is never used.
@@ -113,7 +128,8 @@ class Server:
         """The command line of a small server on a CPU."""
         return [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.target), "--device", "cpu"),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", self.dtype, "--skip-tokenizer-init"),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", self.dtype),
+            *(() if (self.target / "tokenizer.json").exists() else ("--skip-tokenizer-init",)),
             *("--mem-fraction-static", "0.3", "--max-total-tokens", "8192", "--context-length", "512"),
             *("--max-running-requests", "8", "--skip-server-warmup", *self.arguments),
         ]
@@ -148,13 +164,23 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def generate(self, prompt: list[int], **sampling: Any) -> dict[str, Any]:
-        """The answer to `prompt`, of exactly max_new_tokens tokens, greedy unless `sampling` says otherwise."""
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, prompt: list[int], more: dict[str, Any] | None = None, **sampling: Any) -> httpx.Response:
+        """What it replies to `prompt`, of exactly max_new_tokens tokens, greedy unless `sampling` says otherwise; with
+        `more` beside the sampling parameters.
+        """
         body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "ignore_eos": True, **sampling}}
-        reply = httpx.post(f"http://127.0.0.1:{self.port}/generate", json=body, timeout=300)
+        return httpx.post(f"{self.url}/generate", json=body | (more or {}), timeout=300)
+
+    def generate(self, prompt: list[int], more: dict[str, Any] | None = None, **sampling: Any) -> Any:
+        """The answer to what `ask` asks, a list where n is greater than 1."""
+        reply = self.ask(prompt, more, **sampling)
         assert reply.status_code == 200, reply.text
-        answer: dict[str, Any] = reply.json()
-        return answer
+        return reply.json()
 
     def together(self, prompts: list[list[int]], most: int = 32, **sampling: Any) -> list[list[int]]:
         """The answers to prompts that are sent at the same time, `most` at once."""

@@ -71,7 +71,7 @@ def test_children_learn_what_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_hook_comes_first() -> None:
     assert hooks.HOOKS[0].by == "arguments:handle_speculation"
     assert {h.part for h in hooks.HOOKS} == set(get_args(hooks.Part))
-    assert len({h.target for h in hooks.HOOKS}) == len(hooks.HOOKS)
+    assert len({(h.target, h.kind) for h in hooks.HOOKS}) == len(hooks.HOOKS)
 
 
 def test_hooks_name_functions_that_exist() -> None:
