@@ -117,14 +117,15 @@ def verifying(observers: Any, name: Any) -> None:
 def seen(observers: Any, **step: Any) -> None:
     """Before SGLang observes a round: keep what it is shown until its result is settled."""
     layout, confidence = step["layout"], step["confidence"]
-    observers.dspark.seen = {
+    shown = {
         "drafts": step["draft_tokens"],
         "bonus": step["bonus"],
         "commits": step["commit_lens"],
         "rows": None if layout is None else layout.verify_lens,
-        # Kept as it is now: captured graphs write the next round's to the same place.
-        "confidence": None if confidence is None else confidence.float().clone(),
+        "confidence": None if confidence is None else confidence.float(),
     }
+    # Captured graphs write the next round's to the same places.
+    observers.dspark.seen = {name: None if value is None else value.clone() for name, value in shown.items()}
 
 
 def begin(worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
