@@ -140,10 +140,12 @@ class Server:
             if self.process.poll() is not None:
                 raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log[-3000:]}")
             try:
-                if httpx.get(f"http://127.0.0.1:{self.port}/get_model_info", timeout=5).status_code == 200:
+                # One that asks for a key is up too.
+                if httpx.get(f"http://127.0.0.1:{self.port}/get_model_info", timeout=5).status_code in (200, 401):
                     return
             except httpx.HTTPError:
-                time.sleep(0.5)
+                pass
+            time.sleep(0.5)
         raise AssertionError(f"the server did not start:\n{self.log[-3000:]}")
 
     @property
