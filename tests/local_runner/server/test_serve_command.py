@@ -150,9 +150,13 @@ def test_the_default_pair_says_what_generate_says(start: Start) -> None:
         prompt,
         "--max-new-tokens",
         str(length),
+        "--engine",
+        "torch",
     ]
     said = subprocess.run(generate, capture_output=True, text=True, check=True, cwd=ROOT, env=os.environ).stdout
-    _, url = start("-c", "from local_runner.cli import main; main()", "serve", "--port", 0, "--max-new-tokens", length)
+    # What the runner would choose by itself depends on the machine.
+    given = ["--max-new-tokens", length, "--engine", "torch", "--schedule", "algorithm1"]
+    _, url = start("-c", "from local_runner.cli import main; main()", "serve", "--port", 0, *given)
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
     asked: dict[str, Any] = {"model": DEFAULT_PAIR, "messages": [user(prompt)]}
     whole = client.chat.completions.create(**asked)

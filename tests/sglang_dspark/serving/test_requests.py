@@ -129,9 +129,9 @@ def test_seeds_give_the_same_answer_again(dspark: Server) -> None:
 
 
 LIMITS: dict[str, dict[str, Any]] = {
-    "min-p": {"temperature": 2.5, "min_p": 0.25},
+    "min-p": {"temperature": 5.0, "min_p": 0.4},
     "all limits": {"temperature": 3.0, "min_p": 0.1, "top_k": 5, "top_p": 0.8},
-    "min-p and a penalty": {"temperature": 2.0, "min_p": 0.3, "frequency_penalty": 1.5},
+    "min-p and a penalty": {"temperature": 5.0, "min_p": 0.4, "frequency_penalty": 1.5},
 }
 
 
