@@ -116,7 +116,8 @@ class Local:
         engine, self._pair = open_engine(wanted, progress, suited=True)
         run.state("loading", say["warming_up"])
         if engine.block and engine.tokenizer is not None:
-            warm_up(engine, WARM_UP, settings.decoding(), threading.Event())
+            # As the lanes will decode: what an adaptive schedule tries out first is tried out here.
+            warm_up(engine, WARM_UP, settings.decoding(suited=True).measured(engine), threading.Event())
         self._engine, self._loaded = engine, wanted
         self._known = {"engine": dict(engine.description), "pair": self._pair, "parts": machine.placed(engine)}
         return engine

@@ -236,3 +236,12 @@ def test_loading_stops_at_its_next_step(loads: Loads, monkeypatch: pytest.Monkey
     assert [m["text"] for m in run.after() if m["type"] == "state"][-1] == "Looking for the models"
     monkeypatch.setattr(sources, "open_engine", loads.open)
     assert done(local, ask())[-1]["type"] == "verdict"
+
+
+def test_the_engine_is_warmed_up_as_the_lanes_decode(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adaptive schedule tries a new head out; that is not to happen in what a user asked first."""
+    warmed: list[Any] = []
+    monkeypatch.setattr(sources, "warm_up", lambda engine, prompt, decoding, cancelled: warmed.append(decoding))
+    loads.engine.adapts = True
+    Local(SETTINGS)._open(SETTINGS, Run(ask()))
+    assert [str(decoding.schedule) for decoding in warmed] == ["adaptive"]
