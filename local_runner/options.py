@@ -9,7 +9,6 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -148,31 +147,23 @@ def open_engine(
         raise InputError("--draft needs a target to draft for; add --target or --pair.")
     target, draft, name = _paths(settings)
     free = settings.schedule is None and settings.confidence_threshold is None
+    from local_runner.runner import Models, Way, load_way, open_runner
+
+    models = Models(target, draft, settings.block, settings.context_length)
+    way = Way(settings.engine or "torch", settings.dtype, settings.compile, settings.threads, settings.device)
     engine: Engine
     if settings.schedule == "adaptive" or (suited and free and draft is not None):
-        from local_runner.runner import Models, open_runner
-
         engine = open_runner(
-            Models(target, draft, settings.block, settings.context_length),
+            models,
             kind=settings.engine,
-            dtype=settings.dtype,
-            device=settings.device,
-            compile=settings.compile,
-            threads=settings.threads,
+            dtype=way.dtype,
+            device=way.device,
+            compile=way.compile,
+            threads=way.threads,
             say=say,
         )
     else:
-        engine = import_module(f"local_runner.engines.{settings.engine or 'torch'}").load_engine(
-            target,
-            draft,
-            dtype=settings.dtype,
-            device=settings.device,
-            threads=settings.threads,
-            context_length=settings.context_length,
-            block=settings.block,
-            compile=settings.compile,
-            progress=say,
-        )
+        engine = load_way(models, way, say)
     engine.reuse_prefix = reuse_prefix
     for note in engine.notes:
         say(f"Note: {note}")

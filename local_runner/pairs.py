@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang_dspark.errors import InputError
+from sglang_dspark.toml import read_toml
 
 DEFAULT_PAIR = "smollm2-135m"
 ENGINES = ("torch", "gguf", "sglang")
@@ -140,12 +140,7 @@ def known_pairs(name: str) -> str:
 
 def parse_pair(file: Path) -> Pair:
     """Read one pair. Raises InputError that names the file and the key at fault."""
-    try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is not valid TOML: {error}.") from error
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}.") from error
+    data = read_toml(file)
     conversions = data.pop("conversions", {})
     if not isinstance(conversions, dict):
         raise InputError(f"{file} needs 'conversions' to be a table, not {conversions!r}.")

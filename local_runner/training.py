@@ -8,7 +8,6 @@ import multiprocessing
 import queue
 import threading
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -16,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from local_runner.files import whole_file
+from local_runner.room import resident
 from sglang_dspark.errors import InputError
+from sglang_dspark.toml import read_toml
 
 if TYPE_CHECKING:
     from sglang_dspark.training.conversations import Conversation
@@ -217,7 +218,7 @@ def train(
     from sglang_dspark.training.train import Trainer
 
     model, tokenizer, _ = load(where)
-    own = max(0, _resident() - sum(p.numel() * p.element_size() for p in model.parameters()))
+    own = max(0, resident() - sum(p.numel() * p.element_size() for p in model.parameters()))
     text = model.config.get_text_config()
     mask = mask_token(tokenizer, text.vocab_size) if start is None else mask_of(start)
     said = head_fields(model.config, shape, mask)
@@ -232,7 +233,7 @@ def train(
     parts = (Part("the program", own), *training_memory(draft, model, recipe, longest, feature_budget, threads))
     need = sum(p.bytes for p in parts)
     say("Memory: " + ", ".join(f"{p.name} {p.bytes / 1e6:.0f} MB" for p in parts) + f"; {need / 1e9:.2f} GB in all")
-    _check_memory(need - _resident(), embedding.device.type)
+    _check_memory(need - resident(), embedding.device.type)
     reader = TargetReader(model, config.target_layer_ids)
     trainer = Trainer(
         draft,
@@ -287,12 +288,7 @@ def read_recipe(file: Path | None) -> tuple[Recipe, Shape, dict[str, Any]]:
     from sglang_dspark.training.synthesise import Settings
     from sglang_dspark.training.train import Recipe
 
-    data: dict[str, Any] = {}
-    if file is not None:
-        try:
-            data = tomllib.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"The recipe {file} cannot be read ({error}); give a TOML file.") from error
+    data = {} if file is None else read_toml(file)
     known: dict[str, Any] = {"train": Recipe, "head": Shape, "synthesise": Settings}
     for table, values in data.items():
         if table not in known or not isinstance(values, dict):
@@ -318,13 +314,6 @@ def _about_data(data: Path) -> tuple[int, str]:
         digest.update(shard.read_bytes())
         longest = max(longest, *(len(c.tokens) for c in read_shard(shard)))
     return longest, digest.hexdigest()
-
-
-def _resident() -> int:
-    """Bytes of memory that this process holds."""
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
 
 
 def _check_memory(need: int, device: str) -> None:

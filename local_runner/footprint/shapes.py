@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from local_runner.footprint.read import footprint
 from local_runner.pairs import config_root, user_config_root
 from sglang_dspark.checkpoints.fields import Fields
 from sglang_dspark.errors import InputError
+from sglang_dspark.toml import read_toml
 
 BITS = {"F32": 32.0, "BF16": 16.0, "F16": 16.0, "I64": 64.0, "I32": 32.0, "F8_E4M3": 8.0, "MXFP4": 4.25}
 """Of an element; MXFP4 has an 8-bit scale for each 32."""
@@ -39,8 +39,8 @@ def shape_files() -> dict[str, Path]:
 def published(name: str) -> Footprint:
     """The footprint of a known shape. Raises InputError that names the file and the key at fault."""
     file = shape_files()[name]
+    data = read_toml(file)
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
         draft = data.get("draft")
         return footprint(
             str(data["name"]),
@@ -50,8 +50,6 @@ def published(name: str) -> Footprint:
             draft=None if draft is None else _draft(draft, str(file)),
             notes=("From published shapes, not from files.", *map(str, data["estimated"])),
         )
-    except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read as TOML: {error}.") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{file} lacks or misspells {error}; correct the file.") from error
 

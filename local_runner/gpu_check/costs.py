@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from local_runner.engines.base import Request
-from local_runner.engines.torch.engine import HeadDrafter
+from local_runner.engines.torch.drafter import HeadDrafter
 from local_runner.gpu_check.graphs import Capture, GraphedDraft
 from local_runner.gpu_check.parts import Result
 from local_runner.gpu_check.shapes import RandomPair, Shape, random_pair

@@ -6,7 +6,6 @@ is elsewhere. Those that ship are in `configs/machines`. Nothing here imports Py
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 from local_runner.pairs import config_root, user_config_root
 from sglang_dspark.errors import InputError
+from sglang_dspark.toml import read_toml
 
 GIB = 1 << 30
 PoolKind = Literal["gpu", "system", "unified"]
@@ -104,12 +104,7 @@ def load_machine(spec: str) -> Machine:
 
 def parse_machine(file: Path) -> Machine:
     """Read one machine. Raises InputError that names the file and the key at fault."""
-    try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is not valid TOML: {error}.") from error
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}.") from error
+    data = read_toml(file)
     where = str(file)
     types = {"name": str, "description": str, "max_rows": int, "cpu": dict, "pools": list}
     keys = _keys({"max_rows": 0, **data}, types, where)

@@ -4,7 +4,7 @@
 head with prompt look-up, and `runner` is the engine that does as `sglang_dspark.decoding.adaptive` says.
 """
 
-from local_runner.runner.choose import Models, open_runner
+from local_runner.runner.choose import Models, Way, load_way, open_runner
 from local_runner.runner.runner import Runner
 
-__all__ = ["Models", "Runner", "open_runner"]
+__all__ = ["Models", "Runner", "Way", "load_way", "open_runner"]

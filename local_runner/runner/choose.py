@@ -84,7 +84,7 @@ def open_runner(
     Ways that were measured before are not measured again. One that cannot be loaded is left out; raises InputError with
     the reason of the first if none can. `load` is how a way becomes an engine.
     """
-    load = load or _loader(say)
+    load = load or partial(load_way, say=say)
     found = ways(models, kind=kind, dtype=dtype, device=device, compile=compile, threads=threads)
     profiles: dict[Way, Profile] = {}
     refused: list[InputError] = []
@@ -213,19 +213,17 @@ def _prompt(engine: TorchEngine) -> Sequence[int]:
     return engine.encode_chat([{"role": "user", "content": read_prompts()[0].turns[0]}])
 
 
-def _loader(say: Callable[[str], None]) -> Load:
-    def load(models: Models, way: Way) -> TorchEngine:
-        engine: TorchEngine = import_module(f"local_runner.engines.{way.kind}").load_engine(
-            models.target,
-            models.draft,
-            dtype=way.dtype,
-            device=way.device,
-            threads=way.threads,
-            context_length=models.context_length,
-            block=models.block,
-            compile=way.compile,
-            progress=say,
-        )
-        return engine
-
-    return load
+def load_way(models: Models, way: Way, say: Callable[[str], None]) -> TorchEngine:
+    """`models` in an engine that computes `way`. Raises InputError for what it cannot, or has no room for."""
+    engine: TorchEngine = import_module(f"local_runner.engines.{way.kind}").load_engine(
+        models.target,
+        models.draft,
+        dtype=way.dtype,
+        device=way.device,
+        threads=way.threads,
+        context_length=models.context_length,
+        block=models.block,
+        compile=way.compile,
+        progress=say,
+    )
+    return engine

@@ -10,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from sglang_dspark.serving import drafts, hooks
 from sglang_dspark.serving.fingerprints import known
 from sglang_dspark.serving.hooked import HOOKS, PARTS
 from sglang_dspark.serving.plugin import option
+from sglang_dspark.toml import read_toml
 
 ALGORITHM, TARGET, DRAFT, DEVICE = (
     "--speculative-algorithm",
@@ -42,14 +42,7 @@ class Recipe:
 
 def read_recipe(file: Path) -> Recipe:
     """Read a recipe. Raises InputError that names the file and what is wrong in it."""
-    try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is not valid TOML: {error}.") from error
-    except OSError as error:
-        raise InputError(
-            f"{file} cannot be read ({error.strerror}); give one of configs/serving, or your own."
-        ) from error
+    data = read_toml(file)
     if unknown := data.keys() - KEYS:
         raise InputError(f"{file} has the unknown key '{min(unknown)}'; it may have {', '.join(sorted(KEYS))}.")
     arguments, environment = data.get("arguments", {}), data.get("environment", {})

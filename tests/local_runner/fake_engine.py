@@ -137,15 +137,17 @@ def install(engine: FakeEngine, patch: Any = None) -> None:
     """Make `dspark` use `engine` whatever models it is asked for; `patch` is a MonkeyPatch that takes it back."""
     from local_runner import options
 
-    fakes = {"engines.torch": "load_engine", "runner": "open_runner"}
-    for name, function in fakes.items():
-        module = types.ModuleType(f"local_runner.{name}")
+    module = types.ModuleType("local_runner.runner")
+    for function in ("open_runner", "load_way"):
         module.__dict__[function] = lambda *args, **kwargs: engine
-        module.__dict__["Models"] = lambda *given: types.SimpleNamespace(block=given[2])
-        if patch is None:
-            sys.modules[module.__name__] = module
-        else:
-            patch.setitem(sys.modules, module.__name__, module)
+    module.__dict__["Models"] = lambda *given: types.SimpleNamespace(block=given[2])
+    module.__dict__["Way"] = lambda *given: types.SimpleNamespace(
+        dtype=given[1], compile=given[2], threads=given[3], device=given[4]
+    )
+    if patch is None:
+        sys.modules[module.__name__] = module
+    else:
+        patch.setitem(sys.modules, module.__name__, module)
     set_ = setattr if patch is None else patch.setattr
     set_(options, "_paths", lambda settings: (Path("target"), Path("draft"), settings.pair or "fake-pair"))
 

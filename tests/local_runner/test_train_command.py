@@ -67,7 +67,7 @@ def test_stored_recipes_are_read() -> None:
         ("[train]\nsteps_ = 3", r"train\.steps_"),
         ("[other]\na = 1", "'other'"),
         ("train = 3", "'train'"),
-        ("[train", "cannot be read"),
+        ("[train", "not valid TOML"),
     ],
 )
 def test_a_wrong_recipe_is_named(tmp_path: Path, text: str, says: str) -> None:

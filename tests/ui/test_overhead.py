@@ -111,7 +111,7 @@ def test_a_page_that_watches_takes_3_percent_at_most(
 ) -> None:
     engine = FAKE(sleep_s=ROUND_S, plain_s=ROUND_S, dspark_s=ROUND_S)
     if tokenizer == "real":
-        from local_runner.engines.torch.engine import TextStream
+        from local_runner.engines.text import TextStream
         from local_runner.engines.torch.load import load_tokenizer
         from local_runner.store import resolve_pair
 

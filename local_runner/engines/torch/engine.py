@@ -6,17 +6,18 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
 import transformers
 from jinja2 import TemplateError
 
-from local_runner.engines.base import Choose, Draft, Drafter, Request
+from local_runner.engines.base import Drafter, Request
 from local_runner.engines.loop import PREFILL_CHUNK, decode
+from local_runner.engines.text import TextStream
+from local_runner.engines.torch.drafter import HeadDrafter, KeepingDrafter
 from local_runner.engines.torch.load import load_target, load_tokenizer, pick_device, pick_dtype, stop_ids
 from local_runner.engines.torch.room import plan_pair
 from local_runner.engines.torch.target import NativeTarget, TorchTarget
@@ -28,80 +29,6 @@ from sglang_dspark.draft.load import TargetInfo, load_draft
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.errors import InputError
 from sglang_dspark.native.draft import NativeDraft
-
-
-@dataclass(slots=True)
-class HeadDrafter:
-    """A `Drafter` that feeds a draft model with its target's features.
-
-    `tokens` are those whose features its cache holds. `keep` of them outlive the next `reset`.
-    """
-
-    model: DraftModel
-    target: TorchTarget
-    calibration: Calibration | None = None
-    tokens: list[int] = field(default_factory=list)
-    keep: int = 0
-
-    @property
-    def block(self) -> int:
-        """γ."""
-        return self.model.block
-
-    def reset(self) -> None:
-        """Forget the context but its first `keep` tokens."""
-        if self.keep:
-            self.model.crop(self.keep)
-        else:
-            self.model.reset()
-        del self.tokens[self.keep :]
-        self.keep = 0
-
-    def observe(self, count: int) -> None:
-        """Commit the features of the first `count` tokens of the target's last forward, but of those it skipped."""
-        self.commit(self.target.features(count))
-
-    def commit(self, features: torch.Tensor) -> None:
-        """Append `features` [n, m·d] of the next n tokens that the target holds to the context."""
-        if len(features):
-            self.model.observe(features, self.model.length)
-            self.tokens += self.target.tokens[len(self.tokens) : len(self.tokens) + len(features)]
-
-    def draft(self, anchor: int, position: int, choose: Choose | None = None) -> Draft:
-        """Propose a block after the anchor."""
-        block = self.model.draft(anchor, position, choose)
-        confidence: list[float] = torch.tensor(block.confidence_logits, dtype=torch.float64).sigmoid().tolist()
-        return Draft(block.tokens, confidence if self.calibration is None else self.calibration.apply(confidence))
-
-
-class KeepingDrafter(Drafter, Protocol):
-    """A `Drafter` that can keep the start of its context: `tokens` and `keep` are as in `HeadDrafter`."""
-
-    tokens: list[int]
-    keep: int
-
-
-class TextStream:
-    """Turns tokens into text as they come; holds back the bytes of a character that is not complete."""
-
-    CONTEXT = 8
-    """Tokens before the new ones that are decoded with them: some tokenizers drop a space at the start of a text."""
-
-    def __init__(self, decode_ids: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode_ids
-        self._done: list[int] = []
-        self._open: list[int] = []
-
-    def push(self, tokens: Sequence[int]) -> str:
-        """The text that `tokens` complete."""
-        self._open += tokens
-        before = self._decode(self._done)
-        text = self._decode(self._done + self._open)[len(before) :]
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self._done = (self._done + self._open)[-self.CONTEXT :]
-        self._open = []
-        return text
 
 
 class TorchEngine:

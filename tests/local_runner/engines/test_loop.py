@@ -12,7 +12,7 @@ import pytest
 from local_runner.engines import loop
 from local_runner.engines.base import Draft, Request
 from local_runner.engines.loop import decode
-from local_runner.engines.torch.engine import TextStream
+from local_runner.engines.text import TextStream
 from sglang_dspark.decoding.rounds import Round
 from sglang_dspark.decoding.sampling import Purpose, SamplingParams, uniforms
 from sglang_dspark.decoding.schedule import Algorithm1, CostCurve, Fixed, Schedule, Threshold

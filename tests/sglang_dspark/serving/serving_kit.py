@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,3 +201,18 @@ def stream(server: Server, prompt: list[int], tokens: int) -> list[int]:
             if line.startswith("data: {"):
                 last = json.loads(line.removeprefix("data: "))["output_ids"]
     return last
+
+
+def fits(seen: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float], freedom: int) -> bool:
+    """χ² of the outcomes `seen` against their `exact` chances, rare ones pooled, on more than `freedom` degrees. The
+    bound, by Wilson and Hilferty's approximation, is exceeded once in 10⁴ runs.
+    """
+    count = seen.total()
+    assert set(seen) <= set(exact)
+    cells = [(seen[outcome], p * count) for outcome, p in exact.items() if p * count >= 5]
+    rest = count - sum(n for n, _ in cells), count - sum(e for _, e in cells)
+    cells += [rest] if rest[1] > 1 else []
+    free = len(cells) - 1
+    assert free > freedom, "too few cells to tell anything"
+    bound = free * (1 - 2 / (9 * free) + 3.719 * (2 / (9 * free)) ** 0.5) ** 3
+    return sum((n - e) ** 2 / e for n, e in cells) < bound

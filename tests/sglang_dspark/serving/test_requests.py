@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from serving_kit import Server, golden_pair, with_tokenizer
+from serving_kit import Server, fits, golden_pair, with_tokenizer
 from transformers import AutoModelForCausalLM
 
 from sglang_dspark.serving.choice import restrict
@@ -151,14 +151,7 @@ def test_sampled_tokens_have_the_targets_distribution(
         given = [{"sampling_seed": 1000 + i} if seeded else {} for i in range(count)]
         answers = pool.map(lambda s: dspark.generate(prompt, max_new_tokens=3, **sampling, **s)["output_ids"], given)
     seen = Counter(map(tuple, answers))
-    assert set(seen) <= set(exact)
-    cells = [(seen[tokens], p * count) for tokens, p in exact.items() if p * count >= 5]
-    rest = count - sum(n for n, _ in cells), count - sum(e for _, e in cells)
-    cells += [rest] if rest[1] > 1 else []
-    free = len(cells) - 1
-    assert free > 5
-    bound = free * (1 - 2 / (9 * free) + 3.719 * (2 / (9 * free)) ** 0.5) ** 3
-    assert sum((n - e) ** 2 / e for n, e in cells) < bound
+    assert fits(seen, exact, 5)
 
 
 def joint(target: Path, prompt: list[int], tokens: int, sampling: dict[str, Any]) -> dict[tuple[int, ...], float]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoint_kit import converted, rewrite
 from safetensors.torch import load_file, save_file
-from serving_kit import GOLDEN, Server, golden_pair, runs, stream
+from serving_kit import GOLDEN, Server, fits, golden_pair, runs, stream
 from transformers import AutoModelForCausalLM
 
 from local_runner.engines.base import Request
@@ -190,14 +190,7 @@ def test_sampled_tokens_have_the_targets_distribution(served: tuple[Mode, Server
     prompt, count = runs(mode.pair)[1]["prompt"], 1000
     exact = joint(server.target, prompt, 3, 3.0, 3)
     seen = Counter(map(tuple, server.together([prompt] * count, 8, temperature=3.0, top_k=3, max_new_tokens=3)))
-    assert set(seen) <= set(exact)
-    cells = [(seen[tokens], p * count) for tokens, p in exact.items() if p * count >= 5]
-    rest = count - sum(n for n, _ in cells), count - sum(e for _, e in cells)
-    cells += [rest] if rest[1] > 1 else []
-    free = len(cells) - 1
-    assert free > 12
-    bound = free * (1 - 2 / (9 * free) + 3.719 * (2 / (9 * free)) ** 0.5) ** 3
-    assert sum((n - e) ** 2 / e for n, e in cells) < bound
+    assert fits(seen, exact, 12)
 
 
 def test_bfloat16_answers_are_those_of_the_plain_server(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from local_runner.engines.gguf import LlamaEngine, load_engine
 from local_runner.engines.gguf.library import load_library
+from local_runner.pairs import DEFAULT_PAIR
+from local_runner.store import Resolved, resolve_pair
 from sglang_dspark.checkpoints.fields import Fields
 from sglang_dspark.checkpoints.spelling import expected_tensors, parse_config
 from sglang_dspark.errors import InputError
@@ -205,3 +207,15 @@ def open_(library: Any) -> Callable[..., LlamaEngine]:
 def write() -> Make:
     """write(path, folder, architecture, type="F32"): a transformers model as a GGUF file."""
     return write_target
+
+
+@pytest.fixture(scope="module")
+def pair(home: str | None) -> Iterator[Resolved]:
+    """The default pair in the store that these tests were started with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DSPARK_HOME") if home is None else patch.setenv("DSPARK_HOME", home)
+        try:
+            found = resolve_pair(DEFAULT_PAIR)
+        except InputError as error:
+            pytest.skip(f"the default pair is not here: {error}")
+        yield found

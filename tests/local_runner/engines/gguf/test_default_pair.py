@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,12 @@ from local_runner.engine import Decoding
 from local_runner.engines.gguf import LlamaEngine
 from local_runner.engines.torch import TorchEngine
 from local_runner.identity import judge
-from local_runner.pairs import DEFAULT_PAIR
 from local_runner.prompts import read_prompts, take
 from local_runner.race import race
-from local_runner.store import Resolved, resolve_pair
+from local_runner.store import Resolved
 from sglang_dspark.decoding.rounds import summarise
 from sglang_dspark.decoding.sampling import SamplingParams
 from sglang_dspark.decoding.schedule import Fixed
-from sglang_dspark.errors import InputError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -39,18 +37,6 @@ class Unwatched:
     def round(self, *_: Any) -> None: ...
 
     def end(self, *_: Any) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def pair(home: str | None) -> Iterator[Resolved]:
-    """The pair in the store that these tests were started with."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("DSPARK_HOME") if home is None else patch.setenv("DSPARK_HOME", home)
-        try:
-            found = resolve_pair(DEFAULT_PAIR)
-        except InputError as error:
-            pytest.skip(f"the default pair is not here: {error}")
-        yield found
 
 
 def in_q8_0(source: Path, out: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,9 @@ import pytest
 from local_runner.engine import Decoding
 from local_runner.engines.gguf import LlamaEngine
 from local_runner.engines.gguf.files import converted, read_target_file
-from local_runner.pairs import DEFAULT_PAIR
-from local_runner.store import resolve_pair
+from local_runner.store import Resolved
 from sglang_dspark.decoding.sampling import SamplingParams
 from sglang_dspark.decoding.schedule import Fixed
-from sglang_dspark.errors import InputError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RECORDED = Path(__file__).parents[4] / "results" / "llama_cpp_rounds.json"
@@ -32,19 +30,13 @@ def recorded() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def engine(home: str | None, open_: Callable[..., LlamaEngine], recorded: dict[str, Any]) -> Iterator[LlamaEngine]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("DSPARK_HOME") if home is None else patch.setenv("DSPARK_HOME", home)
-        try:
-            pair = resolve_pair(DEFAULT_PAIR)
-        except InputError as error:
-            pytest.skip(f"the default pair is not here: {error}")
-        assert pair.draft_path is not None
-        draft = converted(pair.draft_path, read_target_file(pair.target_path))
-        for name, path in (("target", pair.target_path), ("draft", draft)):
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            assert digest == recorded[f"{name}_sha256"], f"record anew: another {name} than {RECORDED.name} is of"
-        yield open_(pair.target_path, pair.draft_path)
+def engine(pair: Resolved, open_: Callable[..., LlamaEngine], recorded: dict[str, Any]) -> LlamaEngine:
+    assert pair.draft_path is not None
+    draft = converted(pair.draft_path, read_target_file(pair.target_path))
+    for name, path in (("target", pair.target_path), ("draft", draft)):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        assert digest == recorded[f"{name}_sha256"], f"record anew: another {name} than {RECORDED.name} is of"
+    return open_(pair.target_path, pair.draft_path)
 
 
 def test_rounds_are_llama_cpps_own(engine: LlamaEngine, recorded: dict[str, Any]) -> None:
